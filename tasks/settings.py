@@ -36,3 +36,15 @@ class DataSettings:
             seed=self.seed,
             partition=partition,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How a client trains, beyond what its plan says."""
+
+    deterministic: bool = setting(
+        "deterministic", False, "one thread per lane, so that weights repeat bit for bit on the CPU"
+    )
+    local_epochs: float = setting(
+        "local-epochs", 1.0, "passes over a client's data when a message brings no plan", above=0.0, maximum=100.0
+    )
