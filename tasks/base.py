@@ -6,7 +6,6 @@ data. `tasks.registry` finds tasks by name or by `package.module:Class`; `gpu_ru
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,9 @@ import torch
 from torch import nn
 
 from gpu_runtime.contracts import DataSpec
+from tasks.errors import NAME_PATTERN, TaskError
 
-NAME_PATTERN = re.compile(r"[a-z][a-z0-9-]*")
-
-
-class TaskError(ValueError):
-    """A task that cannot be found, built or fed; the text names the task and the remedy."""
+__all__ = ["NAME_PATTERN", "BlockModel", "Task", "TaskData", "TaskError", "TensorExamples"]
 
 
 class BlockModel(nn.Module):
