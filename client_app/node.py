@@ -33,7 +33,11 @@ def holdings(message: Message, context: Context, data: DataSettings) -> NodeHold
     config = context.node_config
     index, count = config.get("partition-id", 0), config.get("num-partitions", 1)
     if type(index) is not int or type(count) is not int or not 0 <= index < count:
-        raise SettingsError([f"node config: partition-id must be a whole number from 0 to num-partitions - 1, got {index!r} of {count!r}"])
+        raise SettingsError(
+            [
+                f"node config: partition-id must be a whole number from 0 to num-partitions - 1, got {index!r} of {count!r}"
+            ]
+        )
     refs = task_refs(data.suite, str(config.get("tasks", data.tasks)))
     partition = Partition(index=index, count=count)
     return NodeHoldings(

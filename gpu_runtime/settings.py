@@ -35,10 +35,12 @@ def setting(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    below: float | None = None,
     choices: Sequence[str] | None = None,
 ) -> Any:
-    """A dataclass field read from config `key`. `minimum` and `maximum` are inclusive, `above` is exclusive."""
-    metadata = {"key": key, "help": help, "min": minimum, "above": above, "max": maximum, "choices": choices}
+    """A dataclass field read from config `key`. `minimum` and `maximum` are inclusive, `above` and `below` exclusive."""
+    metadata: dict[str, Any] = {"key": key, "help": help, "min": minimum, "above": above, "max": maximum}
+    metadata |= {"below": below, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -58,14 +60,16 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 
 
 def keys_of(section: type) -> dict[str, dataclasses.Field[Any]]:
-    """Config key of each field of a section; fields without a key are not settings."""
-    return {field.metadata["key"]: field for field in dataclasses.fields(section) if "key" in field.metadata}
+    """Config key of each field of a section; fields without a key, or with a value per task, are not settings."""
+    fields = (field for field in dataclasses.fields(section) if "key" in field.metadata)
+    return {field.metadata["key"]: field for field in fields if not field.metadata.get("per_task")}
 
 
 def parse(flat: Mapping[str, Scalar], sections: Sequence[type], faults: list[str]) -> list[Any]:
     """Build each section from `flat`; missing keys take their defaults; faults are appended, never raised.
 
-    Keys that belong to none of the sections are ignored here; see `unknown_keys`.
+    Keys that belong to none of the sections are ignored here; see `unknown_keys`. Flower's config has no null: where
+    a section's default is None, zero stands for it.
     """
     built = []
     for section in sections:
@@ -76,7 +80,11 @@ def parse(flat: Mapping[str, Scalar], sections: Sequence[type], faults: list[str
                 value = _checked(key, flat[key], hints[field.name], field.metadata, faults)
                 if value is not None:
                     values[field.name] = value
-        built.append(section(**values))
+        try:
+            built.append(section(**values))
+        except ValueError as error:
+            faults.append(str(error))
+            built.append(section())
     return built
 
 
@@ -97,39 +105,41 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
     return flat
 
 
+# How each limit in a field's metadata reads, and when a value breaks it.
+_LIMITS = {
+    "min": ("at least", lambda value, limit: value < limit),
+    "above": ("above", lambda value, limit: value <= limit),
+    "max": ("at most", lambda value, limit: value > limit),
+    "below": ("below", lambda value, limit: value >= limit),
+}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+
+
 def describe_range(metadata: Mapping[str, Any]) -> str:
     """The allowed values in words, with a leading space; empty where anything goes."""
     if metadata.get("choices"):
         return " one of " + ", ".join(metadata["choices"])
-    low, above, high = metadata.get("min"), metadata.get("above"), metadata.get("max")
-    parts = []
-    if low is not None:
-        parts.append(f"at least {low:g}")
-    if above is not None:
-        parts.append(f"above {above:g}")
-    if high is not None:
-        parts.append(f"at most {high:g}")
+    parts = [f"{words} {metadata[name]:g}" for name, (words, _) in _LIMITS.items() if metadata.get(name) is not None]
     return " " + " and ".join(parts) if parts else ""
 
 
-def _checked(key: str, value: Any, kind: type, metadata: Mapping[str, Any], faults: list[str]) -> Any:
-    """`value` as `kind`, or None after noting the fault."""
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    allowed = describe_range(metadata)
+def _checked(key: str, value: Any, hint: Any, metadata: Mapping[str, Any], faults: list[str]) -> Any:
+    """`value` as `hint`, or None where it stands for "none" or is faulty; a fault is noted."""
+    arms = typing.get_args(hint)
+    kind = arms[0] if arms else hint
+    if arms and value == 0 and type(value) is not bool:
+        return None
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        faults.append(f"{key} must be {words[kind]}{allowed}, not {value!r}")
-        return None
-    if kind is float and not math.isfinite(value):
-        faults.append(f"{key} must be a finite number{allowed}, not {value!r}")
-        return None
     choices = metadata.get("choices")
-    if choices and value not in choices:
-        faults.append(f"{key} must be{allowed}, not {value!r}{nearest(str(value), list(choices))}")
-        return None
-    low, above, high = metadata.get("min"), metadata.get("above"), metadata.get("max")
-    if (low is not None and value < low) or (above is not None and value <= above) or (high is not None and value > high):
-        faults.append(f"{key} must be{allowed}, not {value!r}")
+    broken = (
+        type(value) is not kind
+        or (kind is float and not math.isfinite(value))
+        or (choices and value not in choices)
+        or any(breaks(value, metadata[name]) for name, (_, breaks) in _LIMITS.items() if metadata.get(name) is not None)
+    )
+    if broken:
+        expected = describe_range(metadata) if choices else f" {_KINDS[kind]}{describe_range(metadata)}"
+        faults.append(f"{key} must be{expected}, not {value!r}{nearest(str(value), choices) if choices else ''}")
         return None
     return value

@@ -1,0 +1,29 @@
+# Two commands: `make run` (the main job) and `make test`. Both make .venv when it is missing or stale.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: run test lint bench clean
+
+run: .venv/.installed
+	@$(BIN)/python -m simulations.run $(ARGS)
+
+test: .venv/.installed
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: .venv/.installed
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+.venv/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
+	@echo "installing Paceline's dependencies into .venv (a few minutes, about 6 GB; log: .venv/install.log)"
+	@$(PYTHON) -m venv .venv
+	@$(PYTHON) scripts/requirements.py > .venv/requirements.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check -r .venv/requirements.txt > .venv/install.log 2>&1 \
+	  || { grep -m 3 ERROR .venv/install.log >&2; echo "installation failed; see .venv/install.log" >&2; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,67 @@
+"""The ServerApp: parse the settings, put the pieces together, run, and leave a summary whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from server_app import run_loop
+from server_app.checkpoint import write_json
+from server_app.evaluation import Evaluator
+from server_app.history import FAILED, RunHistory, run_folder
+from server_app.settings import Settings, SettingsError
+from strategies.registry import build
+
+app = ServerApp()
+log = logging.getLogger("paceline.server")
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the federation that the run config describes."""
+    settings = _settings(context)
+    history = RunHistory(run_folder(settings.run.out_dir, context.run_id), settings)
+    try:
+        if any("runtime-envs" in entry for entry in sys.path):
+            history.note(
+                "Flower installed this app's dependencies again for this run; set "
+                "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 before the SuperLink starts to save that time"
+            )
+        evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
+        strategy = build(settings.strategy, list(evaluator.tasks))
+        run_loop.run(_with_fleet(grid, settings), settings, strategy, evaluator, history)
+    except BaseException as error:
+        cause = " ".join(str(error).split()) or type(error).__name__
+        log.error("run failed: %s", cause)
+        history.finish(cause)
+        raise
+    history.finish()
+    log.info("outputs in %s", history.folder)
+
+
+def _settings(context: Context) -> Settings:
+    """Parsed settings; faults are logged one a line and left in a summary where the run config says where."""
+    try:
+        return Settings.from_run_config(context.run_config)
+    except SettingsError as error:
+        for fault in error.faults:
+            log.error("%s", fault)
+        out_dir: Any = context.run_config.get("out-dir", "")
+        folder = run_folder(out_dir if isinstance(out_dir, str) and out_dir.startswith("/") else "", context.run_id)
+        write_json(folder / "summary.json", {"status": FAILED, "cause": str(error), "rounds": []})
+        raise
+
+
+def _with_fleet(grid: Grid, settings: Settings) -> Grid:
+    """The grid itself, or, where a simulated fleet is set, a virtual one around it."""
+    if not settings.fleet.name:
+        return grid
+    from simulations.fleet import load_fleet
+    from simulations.virtual_grid import VirtualGrid
+
+    fleet = load_fleet(settings.fleet.name)
+    return VirtualGrid(grid, fleet, settings.task_refs, seed=settings.data.seed, clock=settings.fleet.clock)

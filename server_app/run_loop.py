@@ -1,0 +1,140 @@
+"""A run from the first client to the last round: join, profile, then train, aggregate, evaluate and record each round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from gpu_runtime.contracts import ContractError, Profile, Report, from_json
+from gpu_runtime.source import source_hash
+from server_app.checkpoint import save_weights
+from server_app.evaluation import BestWeights, Evaluator
+from server_app.exchange import Exchange, NoClientsError, exchange, wait_for_nodes
+from server_app.history import RunHistory
+from server_app.settings import Settings
+from strategies.base import MultiTaskStrategy
+
+log = logging.getLogger("paceline.server")
+
+
+def run(
+    grid: Grid, settings: Settings, strategy: MultiTaskStrategy, evaluator: Evaluator, history: RunHistory
+) -> ArrayRecord:
+    """Train for `settings.run.rounds` rounds and return the last weights.
+
+    Raises:
+        NoClientsError: nobody joined, nobody answered the profile query, or nobody holds an example.
+        RuntimeError: a round in which not a single client trained.
+    """
+    evaluator.load()
+    nodes = wait_for_nodes(grid, settings.run.min_clients, settings.run.join_timeout_s)
+    history.event("joined", clients=len(nodes))
+    profiles = query_profiles(grid, nodes, settings.run.profile_timeout_s, history)
+    history.event("profiled", clients=sorted(profile.client for profile in profiles.values()))
+    strategy.prepare(profiles)
+
+    arrays = _record(evaluator.initial_arrays(settings.data.seed))
+    best = BestWeights(evaluator.tasks)
+    for server_round in range(1, settings.run.rounds + 1):
+        history.event("round", round=server_round, rounds=settings.run.rounds)
+        arrays = _one_round(server_round, arrays, grid, settings, strategy, evaluator, best, history)
+    return arrays
+
+
+def query_profiles(grid: Grid, nodes: Iterable[int], timeout_s: float, history: RunHistory) -> dict[int, Profile]:
+    """Ask all nodes for their profile. Nodes that fail or stay silent are left out, and the history says so.
+
+    Raises:
+        NoClientsError: not one usable profile.
+    """
+    content = {"config": ConfigRecord({"measure": True})}
+    messages = [Message(RecordDict(dict(content)), node, "query.profile") for node in nodes]
+    answers = exchange(grid, messages, timeout_s)
+    profiles: dict[int, Profile] = {}
+    for reply in answers.replies:
+        node = reply.metadata.src_node_id
+        try:
+            if reply.has_error():
+                raise ContractError(error_line(reply))
+            profile = from_json(Profile, str(reply.content.config_records["profile"]["json"]))
+        except (ContractError, KeyError) as error:
+            history.note(f"node {node} takes no part: no profile: {error}")
+            continue
+        for fault in profile.errors:
+            history.note(f"client {profile.client}: {fault}")
+        if profile.source_hash and profile.source_hash != source_hash():
+            history.note(
+                f"client {profile.client} runs another version of the program than the server; "
+                "start the SuperLink from a neutral directory or update the node"
+            )
+        profiles[node] = profile
+    for node in answers.missing:
+        history.note(f"node {node} takes no part: no profile within {timeout_s:g} s")
+    if not profiles:
+        raise NoClientsError("no client sent a profile: " + "; ".join(history.notes[-3:]))
+    return profiles
+
+
+def _one_round(
+    server_round: int,
+    arrays: ArrayRecord,
+    grid: Grid,
+    settings: Settings,
+    strategy: MultiTaskStrategy,
+    evaluator: Evaluator,
+    best: BestWeights,
+    history: RunHistory,
+) -> ArrayRecord:
+    messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
+    answers = exchange(grid, messages, settings.run.round_timeout_s)
+    _count(history, answers)
+    trained, _ = strategy.aggregate_train(server_round, answers.replies)
+    record = strategy.round_record()
+    for text in record.refused:
+        log.warning("round %d: %s", server_round, text)
+    if trained is None:
+        raise RuntimeError(f"round {server_round}: no client trained anything: " + "; ".join(record.refused[:3]))
+    arrays = trained
+    weights = to_numpy(arrays)
+    scores = evaluator.scores(weights)
+    best.update(server_round, weights, scores)
+    folder = history.folder / "checkpoint"
+    save_weights(folder, "last", weights, {"round": server_round})
+    save_weights(folder, "best", best.arrays, {"rounds": best.rounds, "metrics": best.values})
+    history.add_round(record, scores, _reports(answers.replies))
+    return arrays
+
+
+def error_line(reply: Message) -> str:
+    """The last line of an error reply's reason: simulation puts a whole coloured traceback there."""
+    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+    return lines[-1] if lines else f"error code {reply.error.code}"
+
+
+def to_numpy(arrays: ArrayRecord) -> dict[str, np.ndarray]:
+    """Arrays by key."""
+    return {key: array.numpy() for key, array in arrays.items()}
+
+
+def _record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({key: Array(value) for key, value in arrays.items()})
+
+
+def _count(history: RunHistory, answers: Exchange) -> None:
+    history.bytes_down += answers.bytes_down
+    history.bytes_up += answers.bytes_up
+
+
+def _reports(replies: Iterable[Message]) -> list[Report]:
+    """The readable reports of a round; the strategy has already named the others."""
+    found = []
+    for reply in replies:
+        try:
+            found.append(from_json(Report, str(reply.content.config_records["report"]["json"])))
+        except (ContractError, KeyError, ValueError):
+            continue
+    return found
