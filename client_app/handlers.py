@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from gpu_runtime.runtime import EmbeddedRuntime, Runtime
 
 from client_app.node import held_tasks, holdings, node_name
 from gpu_runtime.contracts import HeldTask, Plan, Profile, TaskPlan, from_json, to_json
-from gpu_runtime.runtime import EmbeddedRuntime, Runtime
 from gpu_runtime.settings import SettingsError, SharingSettings, parse
 from gpu_runtime.source import source_hash
 from tasks.settings import DataSettings, TrainingSettings

@@ -30,7 +30,7 @@ class SettingsError(ValueError):
 def setting(
     key: str,
     default: Scalar,
-    help: str,  # noqa: A002 - the word users know from argparse
+    help: str,
     *,
     minimum: float | None = None,
     above: float | None = None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from gpu_runtime.runtime import EmbeddedRuntime
 
 from gpu_runtime.contracts import HeldTask, Partition, array_key, split_key
-from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
-from tasks.registry import build
+from tasks.registry import build, check_model
 from tasks.settings import DataSettings
 
 Arrays = dict[str, np.ndarray]
@@ -21,9 +22,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """One task on held-out data."""
+    """One task on held-out data; `loss` is None where it is not a finite number."""
 
-    loss: float
+    loss: float | None
     metrics: dict[str, float]
 
 
@@ -40,8 +41,9 @@ class Evaluator:
         self._runtime = EmbeddedRuntime(sharing=sharing)
 
     def load(self) -> None:
-        """Load all held-out data now, so that missing data ends the run before it starts."""
+        """Build each model and load all held-out data now, so that a fault ends the run before it starts."""
         for task in self.tasks.values():
+            check_model(task)
             task.test_examples()
 
     def initial_arrays(self, seed: int) -> Arrays:
@@ -59,7 +61,7 @@ class Evaluator:
         found = self._runtime.evaluate(arrays, self._held, split="test")
         return {
             task: TaskScore(
-                loss=values["loss"],
+                loss=values["loss"] if math.isfinite(values["loss"]) else None,
                 metrics={name: value for name, value in values.items() if name not in ("loss", "num-examples")},
             )
             for task, values in found.items()

@@ -11,8 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.contracts import Report
 from gpu_runtime.trace import chrome_trace
+
+from gpu_runtime.contracts import Report
 from server_app.checkpoint import write_json
 from server_app.evaluation import TaskScore
 from server_app.settings import Settings

@@ -9,9 +9,10 @@ from typing import Any
 
 from gpu_runtime.contracts import MEASURED, VIRTUAL
 from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, parse, setting, unknown_keys
-from strategies.base import StrategyOptions
-from tasks.registry import NAME_PATTERN
-from tasks.registry import TaskError, task_refs
+from strategies.options import StrategyError, StrategyOptions
+from strategies.registry import check_name
+from tasks.errors import NAME_PATTERN, TaskError
+from tasks.registry import task_refs
 from tasks.settings import DataSettings, TrainingSettings
 
 __all__ = ["Settings", "SettingsError"]
@@ -79,8 +80,12 @@ class Settings:
                 f"out-dir must be an absolute path, since Flower's processes run elsewhere; not {run.out_dir!r}"
             )
         rates, sizes = _task_options(run.task_options, faults)
+        try:
+            check_name(strategy.name)
+        except StrategyError as error:
+            faults.append(str(error))
         if faults:
-            raise SettingsError(faults)
+            raise SettingsError(list(dict.fromkeys(faults)))
         strategy = replace(
             strategy,
             seed=data.seed,
