@@ -1,0 +1,145 @@
+"""One simulated client's device: what planners are told of its costs, and what its rounds truly take.
+
+The difference between the two, a hidden factor on each task's cost, is what a good plan has to cope with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gpu_runtime.contracts import TRAINED, VIRTUAL, Plan, Profile, Report, TaskCost, TaskPlan, TaskReport
+from simulations.fleet import Fleet, FleetClient
+from simulations.task_costs import RecordedCosts, scaled
+from simulations.virtual_clock import Timeline, Work, run_device, transfer_s
+
+log = logging.getLogger("paceline.fleet")
+
+
+class VirtualDevice:
+    """A client of a fleet on the virtual clock. All randomness follows from the seed and names."""
+
+    def __init__(self, client: FleetClient, fleet: Fleet, recorded: RecordedCosts, seed: int) -> None:
+        self._client = client
+        self._fleet = fleet
+        self._recorded = recorded
+        self._seed = seed
+        self._costs: dict[str, TaskCost] = {
+            task: scaled(cost, 1 / client.kind.speed) for task, cost in recorded.tasks.items()
+        }
+
+    def knows_all_costs(self) -> bool:
+        """Whether the cost of every task of the client is on record."""
+        return all(holding.ref in self._costs for holding in self._client.holdings)
+
+    def profile(self, answer: Profile) -> Profile:
+        """The client's answer with the fleet's device in place of the machine that runs the simulation.
+
+        A task without recorded cost takes its measured one, divided by the client's speed.
+        """
+        kind = self._client.kind
+        for task in answer.tasks:
+            if task.task not in self._costs and task.cost is not None:
+                log.warning(
+                    "no recorded cost of task %r: client %r uses a measured one, so its virtual seconds will differ "
+                    "from run to run; record it with python -m simulations.record_costs",
+                    task.task,
+                    self._client.name,
+                )
+                self._costs[task.task] = scaled(task.cost, 1 / kind.speed)
+        return replace(
+            answer,
+            client=self._client.name,
+            device=f"{kind.name} ({kind.speed:g} x {self._recorded.device}, {self._recorded.num_cores} cores)",
+            clock=VIRTUAL,
+            tasks=tuple(replace(task, cost=self._costs.get(task.task)) for task in answer.tasks),
+            capacity=kind.capacity,
+            memory_bytes=kind.memory_bytes or answer.memory_bytes,
+            fixed_s=kind.fixed_s,
+            uplink_bytes_per_s=kind.uplink_bytes_per_s,
+            downlink_bytes_per_s=kind.downlink_bytes_per_s,
+            latency_s=kind.latency_ms / 1000,
+        )
+
+    def report(self, report: Report, plan: Plan | None, *, bytes_down: int, bytes_up: int) -> Report:
+        """The client's report in virtual seconds; spans stay measured.
+
+        A task that failed is charged the examples of the steps it made.
+        """
+        planned = {task.task: task for task in plan.tasks} if plan else {}
+        examples: dict[str, float] = {}
+        for task in report.tasks:
+            examples[task.task] = _examples_worked(task, planned.get(task.task))
+            if task.task not in self._costs and task.num_examples > 0 and task.seconds > 0:
+                self._costs[task.task] = self._guessed(task.task, task.seconds / task.num_examples)
+        timeline = self._run(examples, plan, report.server_round, bytes_down, bytes_up)
+        tasks = tuple(
+            replace(task, seconds=timeline.finish_s[task.task]) if task.task in timeline.finish_s else task
+            for task in report.tasks
+        )
+        return replace(report, tasks=tasks, seconds=timeline.makespan_s, clock=VIRTUAL)
+
+    def planned_s(self, plan: Plan | None, server_round: int, *, bytes_down: int) -> float:
+        """When a client that gave no report would have been back, had it done all it was told."""
+        examples = {task.task: float(task.num_examples) for task in plan.tasks} if plan else {}
+        return self._run(examples, plan, server_round, bytes_down, bytes_down).makespan_s
+
+    def loses_reply(self, server_round: int) -> bool:
+        """Whether the fleet's dropout takes this client's reply of this round."""
+        return self._random("dropout", server_round).random() < self._client.dropout
+
+    def true_cost(self, task: str, server_round: int) -> TaskCost:
+        """The cost that the virtual clock runs with: the planner's, times the hidden factors."""
+        sigma, drift = self._fleet.cost_error, self._fleet.drift
+        exponent = sigma * self._random("cost", task).gauss(0, 1) if sigma else 0.0
+        if drift:
+            steps = (self._random("drift", past).gauss(0, 1) for past in range(1, server_round + 1))
+            exponent += drift * math.fsum(steps)
+        return scaled(self._costs[task], math.exp(exponent))
+
+    def _run(
+        self, examples: Mapping[str, float], plan: Plan | None, server_round: int, bytes_down: int, bytes_up: int
+    ) -> Timeline:
+        kind = self._client.kind
+        shares = {task.task: task.share for task in plan.tasks} if plan else {}
+        work = [
+            Work(
+                task=task,
+                num_examples=count,
+                cost=self.true_cost(task, server_round),
+                expected_cost_s=self._costs[task].solo_cost_s,
+                share=shares.get(task),
+            )
+            for task, count in examples.items()
+            if task in self._costs
+        ]
+        latency_s = kind.latency_ms / 1000
+        return run_device(
+            work,
+            mode=plan.sharing_mode if plan else "competitive",
+            capacity=kind.capacity,
+            fixed_s=kind.fixed_s,
+            download_s=transfer_s(bytes_down, kind.downlink_bytes_per_s, latency_s),
+            upload_s=transfer_s(bytes_up, kind.uplink_bytes_per_s, latency_s),
+        )
+
+    def _guessed(self, task: str, seconds_per_example: float) -> TaskCost:
+        log.warning("client %r: cost of task %r taken from its first round's real seconds", self._client.name, task)
+        curve = ((1.0, 1.0),)
+        return TaskCost(demand=1.0, solo_cost_s=seconds_per_example / self._client.kind.speed, speed_curve=curve)
+
+    def _random(self, *what: object) -> random.Random:
+        words: list[object] = [self._seed, self._fleet.name, self._client.name, *what]
+        return random.Random(hashlib.sha256("\0".join(map(str, words)).encode()).digest())
+
+
+def _examples_worked(task: TaskReport, planned: TaskPlan | None) -> float:
+    """Examples that a task spent time on: of one that failed or was cancelled, those of the steps it made."""
+    if task.outcome == TRAINED or planned is None:
+        return task.num_examples
+    per_step = planned.batch_size or planned.num_examples
+    return min(planned.num_examples, task.num_steps * per_step)
