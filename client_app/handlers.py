@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from gpu_runtime.runtime import EmbeddedRuntime, Runtime
 
 from client_app.node import held_tasks, holdings, node_name
 from gpu_runtime.contracts import HeldTask, Plan, Profile, TaskPlan, from_json, to_json
+from gpu_runtime.runtime import EmbeddedRuntime, Runtime
 from gpu_runtime.settings import SettingsError, SharingSettings, parse
 from gpu_runtime.source import source_hash
 from tasks.settings import DataSettings, TrainingSettings
@@ -37,9 +37,15 @@ def _settings(context: Context) -> tuple[DataSettings, SharingSettings, Training
 
 
 def identity(message: Message, context: Context) -> Message:
-    """Partition (-1 where the node config has none) and name."""
-    partition = context.node_config.get("partition-id", -1)
-    record = ConfigRecord({"partition-id": int(partition), "name": node_name(context)})
+    """Partition (-1 where the node config has none), number of partitions (0 likewise) and name."""
+    config = context.node_config
+    record = ConfigRecord(
+        {
+            "partition-id": int(config.get("partition-id", -1)),
+            "num-partitions": int(config.get("num-partitions", 0)),
+            "name": node_name(context),
+        }
+    )
     return Message(RecordDict({"identity": record}), reply_to=message)
 
 

@@ -35,7 +35,8 @@ def holdings(message: Message, context: Context, data: DataSettings) -> NodeHold
     if type(index) is not int or type(count) is not int or not 0 <= index < count:
         raise SettingsError(
             [
-                f"node config: partition-id must be a whole number from 0 to num-partitions - 1, got {index!r} of {count!r}"
+                "node config: partition-id must be a whole number from 0 to num-partitions - 1, "
+                f"got {index!r} of {count!r}"
             ]
         )
     refs = task_refs(data.suite, str(config.get("tasks", data.tasks)))

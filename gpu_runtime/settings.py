@@ -35,12 +35,10 @@ def setting(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
-    below: float | None = None,
     choices: Sequence[str] | None = None,
 ) -> Any:
-    """A dataclass field read from config `key`. `minimum` and `maximum` are inclusive, `above` and `below` exclusive."""
-    metadata: dict[str, Any] = {"key": key, "help": help, "min": minimum, "above": above, "max": maximum}
-    metadata |= {"below": below, "choices": choices}
+    """A dataclass field read from config `key`. `minimum` and `maximum` are inclusive, `above` is exclusive."""
+    metadata = {"key": key, "help": help, "min": minimum, "above": above, "max": maximum, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -68,8 +66,7 @@ def keys_of(section: type) -> dict[str, dataclasses.Field[Any]]:
 def parse(flat: Mapping[str, Scalar], sections: Sequence[type], faults: list[str]) -> list[Any]:
     """Build each section from `flat`; missing keys take their defaults; faults are appended, never raised.
 
-    Keys that belong to none of the sections are ignored here; see `unknown_keys`. Flower's config has no null: where
-    a section's default is None, zero stands for it.
+    Keys that belong to none of the sections are ignored here; see `unknown_keys`.
     """
     built = []
     for section in sections:
@@ -110,7 +107,6 @@ _LIMITS = {
     "min": ("at least", lambda value, limit: value < limit),
     "above": ("above", lambda value, limit: value <= limit),
     "max": ("at most", lambda value, limit: value > limit),
-    "below": ("below", lambda value, limit: value >= limit),
 }
 _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
 
@@ -123,12 +119,8 @@ def describe_range(metadata: Mapping[str, Any]) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _checked(key: str, value: Any, hint: Any, metadata: Mapping[str, Any], faults: list[str]) -> Any:
-    """`value` as `hint`, or None where it stands for "none" or is faulty; a fault is noted."""
-    arms = typing.get_args(hint)
-    kind = arms[0] if arms else hint
-    if arms and value == 0 and type(value) is not bool:
-        return None
+def _checked(key: str, value: Any, kind: type, metadata: Mapping[str, Any], faults: list[str]) -> Any:
+    """`value` as `kind`, or None after noting the fault."""
     if kind is float and type(value) is int:
         value = float(value)
     choices = metadata.get("choices")

@@ -60,9 +60,16 @@ def _with_fleet(grid: Grid, settings: Settings) -> Grid:
     """The grid itself, or, where a simulated fleet is set, a virtual one around it."""
     if not settings.fleet.name:
         return grid
+    from simulations.fleet import load_fleet
     from simulations.virtual_grid import VirtualGrid
 
-    from simulations.fleet import load_fleet
-
     fleet = load_fleet(settings.fleet.name)
-    return VirtualGrid(grid, fleet, settings.task_refs, seed=settings.data.seed, clock=settings.fleet.clock)
+    return VirtualGrid(
+        grid,
+        fleet,
+        settings.task_refs,
+        seed=settings.data.seed,
+        clock=settings.fleet.clock,
+        identity_timeout_s=settings.run.join_timeout_s,
+        hold_s=settings.run.round_timeout_s,
+    )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gpu_runtime.runtime import EmbeddedRuntime
 
 from gpu_runtime.contracts import HeldTask, Partition, array_key, split_key
+from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
 from tasks.registry import build, check_model

@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.trace import chrome_trace
-
 from gpu_runtime.contracts import Report
+from gpu_runtime.trace import chrome_trace
 from server_app.checkpoint import write_json
 from server_app.evaluation import TaskScore
 from server_app.settings import Settings
@@ -73,9 +72,17 @@ class RunHistory:
             self.notes.append(text)
             self.event("note", text=text)
 
-    def add_round(self, record: RoundRecord, scores: Mapping[str, TaskScore], reports: Sequence[Report]) -> None:
+    def add_round(
+        self,
+        record: RoundRecord,
+        scores: Mapping[str, TaskScore],
+        reports: Sequence[Report],
+        client_metrics: Mapping[str, float],
+    ) -> None:
         """Record a finished round."""
         entry = round_entry(record, scores)
+        if client_metrics:
+            entry["client_metrics"] = dict(client_metrics)
         self.rounds.append(entry)
         self._reports.extend(reports)
         self._append("history.jsonl", entry)

@@ -1,4 +1,4 @@
-"""A run from the first client to the last round: join, profile, then train, aggregate, evaluate and record each round."""
+"""A run from the first client to the last round: join and profile; then train, aggregate, evaluate and record."""
 
 from __future__ import annotations
 
@@ -105,8 +105,27 @@ def _one_round(
     folder = history.folder / "checkpoint"
     save_weights(folder, "last", weights, {"round": server_round})
     save_weights(folder, "best", best.arrays, {"rounds": best.rounds, "metrics": best.values})
-    history.add_round(record, scores, _reports(answers.replies))
+    client_metrics = _client_evaluation(server_round, arrays, grid, settings, strategy, history)
+    history.add_round(record, scores, _reports(answers.replies), client_metrics)
     return arrays
+
+
+def _client_evaluation(
+    server_round: int,
+    arrays: ArrayRecord,
+    grid: Grid,
+    settings: Settings,
+    strategy: MultiTaskStrategy,
+    history: RunHistory,
+) -> dict[str, float]:
+    """Means over the clients of `<task>/<metric>` on their own examples; empty unless the strategy asks for it."""
+    messages = list(strategy.configure_evaluate(server_round, arrays, ConfigRecord(), grid))
+    if not messages:
+        return {}
+    answers = exchange(grid, messages, settings.run.round_timeout_s)
+    _count(history, answers)
+    metrics = strategy.aggregate_evaluate(server_round, answers.replies)
+    return {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
 def error_line(reply: Message) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 
 from gpu_runtime.contracts import MEASURED, VIRTUAL
 from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, parse, setting, unknown_keys
-from strategies.options import StrategyError, StrategyOptions
-from strategies.registry import check_name
+from strategies.options import StrategyOptions
 from tasks.errors import NAME_PATTERN, TaskError
 from tasks.registry import task_refs
 from tasks.settings import DataSettings, TrainingSettings
@@ -80,10 +79,7 @@ class Settings:
                 f"out-dir must be an absolute path, since Flower's processes run elsewhere; not {run.out_dir!r}"
             )
         rates, sizes = _task_options(run.task_options, faults)
-        try:
-            check_name(strategy.name)
-        except StrategyError as error:
-            faults.append(str(error))
+        faults += strategy.faults()
         if faults:
             raise SettingsError(list(dict.fromkeys(faults)))
         strategy = replace(
@@ -126,7 +122,8 @@ def _task_options(text: str, faults: list[str]) -> tuple[dict[str, float], dict[
                 raise ValueError
         except ValueError:
             faults.append(
-                f"task-options: {part!r} is not '<task>.learning-rate=<number above 0>' or '<task>.batch-size=<whole number above 0>'"
+                f"task-options: {part!r} is not '<task>.learning-rate=<number above 0>' "
+                "or '<task>.batch-size=<whole number above 0>'"
             )
     return rates, sizes
 

@@ -36,8 +36,7 @@ def test_defaults_parse() -> None:
     settings = Settings.from_run_config(CONFIG)
     assert settings.task_refs == ("digits", "detection", "segmentation")
     assert settings.strategy.seed == settings.data.seed == 1
-    assert settings.strategy.round_deadline_s is None
-    assert settings.flat() == {**CONFIG, "strategy.round-deadline-s": None}
+    assert settings.flat() == CONFIG
 
 
 def test_all_faults_are_reported_together() -> None:
@@ -82,7 +81,7 @@ def test_a_fault_is_one_clear_line(changes: dict[str, object], fragment: str) ->
     assert "\n" not in fault
 
 
-def test_whole_numbers_serve_as_floats_and_zero_as_no_deadline() -> None:
+def test_whole_numbers_serve_as_floats() -> None:
     settings = Settings.from_run_config({**CONFIG, "round-timeout-s": 60, "strategy.round-deadline-s": 5})
     assert settings.run.round_timeout_s == 60.0
     assert settings.strategy.round_deadline_s == 5.0
