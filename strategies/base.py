@@ -1,8 +1,329 @@
-"""MultiTaskStrategy: the round that arch-sync and the stock strategies share. Options and records are re-exported."""
+"""MultiTaskStrategy: the round that arch-sync and the stock strategies share. Options and records are re-exported.
+
+Subclasses say how loads are assigned and how one task's updates are aggregated.
+"""
 
 from __future__ import annotations
 
-from strategies.options import StrategyError, StrategyOptions
-from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-__all__ = ["ClientRecord", "ClientTaskRecord", "RoundRecord", "StrategyError", "StrategyOptions"]
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from gpu_runtime.contracts import MEASURED, Plan, Profile, TaskPlan, split_key, to_json
+from strategies import replies as checks
+from strategies.aggregation import mean_loss
+from strategies.evaluation import average_metrics
+from strategies.inventory import query_profiles
+from strategies.load_assignment import Assignment, LoadAssigner, LoadProblem
+from strategies.options import StrategyError, StrategyOptions
+from strategies.profiles import ProfileBook
+from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle_fraction
+from strategies.replies import CheckedReply, NDArray, Update
+
+__all__ = ["ClientRecord", "ClientTaskRecord", "MultiTaskStrategy", "RoundRecord", "StrategyError", "StrategyOptions"]
+
+log = logging.getLogger("paceline.strategies")
+
+
+class TaskKeptError(Exception):
+    """A task's updates cannot be aggregated this round: its weights stay, and the record gives this text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """A round under way: what was sent to whom. `messages` by client name."""
+
+    server_round: int
+    attempt: int
+    plans: Mapping[str, Plan]
+    messages: Mapping[str, Message]
+    arrays: Mapping[str, NDArray]
+    link_s: Mapping[str, float]
+    assignment: Assignment
+    notes: tuple[str, ...]
+
+
+class MultiTaskStrategy(Strategy):
+    """Sends each client one message with the arrays of its tasks and its plan; aggregates each task by itself.
+
+    Call `prepare` with the clients' profiles before round 1 and whenever nodes join. Used through Flower's own `start`
+    without it, the first round asks the nodes for their profiles.
+    """
+
+    def __init__(self, options: StrategyOptions, tasks: Sequence[str]) -> None:
+        """Args: options of the run; names of its tasks."""
+        self.options = options
+        self.tasks = tuple(tasks)
+        self.book = ProfileBook(sharing_mode=options.sharing_mode)
+        self._node_of: dict[str, int] = {}
+        self._round: _Round | None = None
+        self._record: RoundRecord | None = None
+
+    # ------------------------------------------------------------------------------------------ for subclasses
+
+    @property
+    @abstractmethod
+    def assigner(self) -> LoadAssigner:
+        """How loads are assigned."""
+
+    @abstractmethod
+    def aggregate_task(
+        self, server_round: int, task: str, updates: Sequence[Update], current: Mapping[str, NDArray]
+    ) -> Mapping[str, NDArray]:
+        """New arrays of `task` from at least one update, in the order of client names.
+
+        Raises:
+            TaskKeptError: they cannot be aggregated.
+        """
+
+    def adjust_plans(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, plans: Mapping[str, Plan], grid: Grid
+    ) -> Mapping[str, Plan]:
+        """A last word on the plans before they are sent; `_node_of` gives the node of each client."""
+        return plans
+
+    # ------------------------------------------------------------------------------------------- before round 1
+
+    def prepare(self, profiles: Mapping[int, Profile]) -> None:
+        """Take in profiles by node id. The same client under a new node id replaces the old one.
+
+        Raises:
+            StrategyError: two nodes of one name, or a task of which no client holds an example.
+        """
+        by_name: dict[str, int] = {}
+        for node, profile in profiles.items():
+            if profile.client in by_name:
+                raise StrategyError(
+                    f"two nodes call themselves {profile.client!r}; give each its own partition-id or name"
+                )
+            by_name[profile.client] = node
+        self._node_of.update(by_name)
+        self.book.enter(profiles.values())
+        held = self._num_held(self.book.clients)
+        if not held:
+            raise StrategyError(f"no client holds an example of any task ({', '.join(self.tasks)})")
+        for task in self.tasks:
+            if task not in held:
+                raise StrategyError(f"task {task!r}: no client holds an example of it")
+
+    def summary(self) -> None:
+        """Log what the strategy is made of."""
+        log.info("strategy %s for tasks %s", self.options.name, ", ".join(self.tasks))
+        log.info("loads by %s", type(self.assigner).__name__)
+
+    # ---------------------------------------------------------------------------------------------------- train
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One message for each client that is there and holds examples: arrays of its tasks, and its plan."""
+        if not self._node_of:
+            self.prepare(query_profiles(grid))
+        present = self._present(grid)
+        held = self._num_held(present)
+        notes = tuple(
+            f"task {task!r}: no client that is here holds it; its weights stay"
+            for task in self.tasks
+            if task not in held
+        )
+        link_s = {client: self._link_s(client, arrays) for client in present}
+        assignment = self.assigner.assign(self._problem(present, link_s, held))
+        attempt = self._round.attempt + 1 if self._round and self._round.server_round == server_round else 0
+        plans = {
+            client: self._plan(server_round, attempt, client, loads)
+            for client, loads in sorted(assignment.loads.items())
+        }
+        plans = dict(self.adjust_plans(server_round, arrays, config, plans, grid))
+        messages = {client: self._message(plan, arrays, config) for client, plan in plans.items()}
+        self._round = _Round(
+            server_round=server_round,
+            attempt=attempt,
+            plans=plans,
+            messages=messages,
+            arrays={key: array.numpy() for key, array in arrays.items()},
+            link_s=link_s,
+            assignment=assignment,
+            notes=notes,
+        )
+        return list(messages.values())
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check, aggregate task by task, learn from the reports, record.
+
+        Returns:
+            All arrays, those of tasks without a usable update unchanged; None where nothing was aggregated. And
+            `<task>/num-examples` and `<task>/loss` of what was.
+        """
+        current = self._round
+        if current is None or current.server_round != server_round:
+            raise StrategyError(f"round {server_round} was not configured")
+        checked, strays = self._check_replies(current, replies)
+        new, metrics, kept = dict(current.arrays), MetricRecord(), []
+        trained = set()
+        for task in self.tasks:
+            updates = [update for reply in checked for update in reply.updates if update.task == task]
+            if not updates:
+                continue
+            start = {key: value for key, value in current.arrays.items() if split_key(key)[0] == task}
+            try:
+                new.update(self.aggregate_task(server_round, task, updates, start))
+            except TaskKeptError as fault:
+                kept.append(f"task {task!r}: weights stay: {fault}")
+                continue
+            trained.add(task)
+            metrics[f"{task}/num-examples"] = sum(update.num_examples for update in updates)
+            loss = mean_loss(updates)
+            if loss is not None:
+                metrics[f"{task}/loss"] = loss
+        for reply in checked:
+            if reply.report is not None:
+                self.book.learn(reply.report, link_s=current.link_s[reply.client])
+        self._record = self._round_record(current, checked, [*strays, *kept])
+        if not trained:
+            return None, None
+        return ArrayRecord({key: Array(value) for key, value in new.items()}), metrics
+
+    def round_record(self) -> RoundRecord:
+        """What happened in the round aggregated last."""
+        if self._record is None:
+            raise StrategyError("no round was aggregated yet")
+        return self._record
+
+    # ------------------------------------------------------------------------------------------------- evaluate
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One message for each client that is there, with the arrays of its tasks; none unless asked for."""
+        if not self.options.client_evaluation:
+            return []
+        messages = []
+        for client in self._present(grid):
+            content = self._content(set(self._tasks_of(client)), arrays, config, server_round)
+            messages.append(Message(content, dst_node_id=self._node_of[client], message_type="evaluate"))
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Means over clients of `<task>/<metric>`, weighted by `<task>/num-examples`."""
+        name_of = {node: client for client, node in self._node_of.items()}
+        return average_metrics({name_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}, self.tasks)
+
+    # ------------------------------------------------------------------------------------------------- private
+
+    def _tasks_of(self, client: str) -> dict[str, int]:
+        """Examples held of each task of the run, without those of which there are none."""
+        held = {task.task: task.num_examples for task in self.book.profile(client).tasks if task.num_examples > 0}
+        return {task: held[task] for task in self.tasks if task in held}
+
+    def _num_held(self, clients: Iterable[str]) -> dict[str, int]:
+        """Examples held of each task by all `clients` together, without those of which there are none."""
+        total: dict[str, int] = {}
+        for client in clients:
+            for task, number in self._tasks_of(client).items():
+                total[task] = total.get(task, 0) + number
+        return total
+
+    def _present(self, grid: Grid) -> list[str]:
+        """Names of the prepared clients that are connected and hold examples, in order."""
+        nodes = set(grid.get_node_ids())
+        return sorted(client for client, node in self._node_of.items() if node in nodes and self._tasks_of(client))
+
+    def _link_s(self, client: str, arrays: ArrayRecord) -> float:
+        """Seconds to bring the arrays of the client's tasks there and back, as far as its link is known."""
+        profile = self.book.profile(client)
+        mine = self._tasks_of(client)
+        num_bytes = sum(len(array.data) for key, array in arrays.items() if split_key(key)[0] in mine)
+        rates = [rate for rate in (profile.downlink_bytes_per_s, profile.uplink_bytes_per_s) if rate]
+        return sum(num_bytes / rate for rate in rates) + 2 * (profile.latency_s or 0.0)
+
+    def _problem(self, clients: Sequence[str], link_s: Mapping[str, float], held: Mapping[str, int]) -> LoadProblem:
+        return LoadProblem(
+            clients=tuple(self.book.load_of(client, link_s=link_s[client]) for client in clients),
+            totals={task: max(1, round(self.options.examples_per_round * number)) for task, number in held.items()},
+            min_load=self.options.min_load,
+            max_load=self.options.max_load,
+            sharing_mode=self.options.sharing_mode,
+        )
+
+    def _plan(self, server_round: int, attempt: int, client: str, loads: Mapping[str, int]) -> Plan:
+        options = self.options
+        return Plan(
+            client=client,
+            server_round=server_round,
+            seed=options.seed,
+            tasks=tuple(
+                TaskPlan(
+                    task=task,
+                    num_examples=loads[task],
+                    learning_rate=options.learning_rates.get(task),
+                    batch_size=options.batch_sizes.get(task),
+                )
+                for task in self.tasks
+                if task in loads
+            ),
+            sharing_mode=options.sharing_mode,
+            deterministic=options.deterministic,
+            deadline_s=options.round_deadline_s or None,
+            attempt=attempt,
+            trace=options.trace,
+        )
+
+    def _message(self, plan: Plan, arrays: ArrayRecord, config: ConfigRecord) -> Message:
+        content = self._content({task.task for task in plan.tasks}, arrays, config, plan.server_round)
+        content.config_records["config"]["plan"] = to_json(plan)
+        return Message(content, dst_node_id=self._node_of[plan.client], message_type="train")
+
+    def _content(self, tasks: set[str], arrays: ArrayRecord, config: ConfigRecord, server_round: int) -> RecordDict:
+        """Records of their own for each client: Flower's messages that share one would all change with it."""
+        mine = ArrayRecord({key: array for key, array in arrays.items() if split_key(key)[0] in tasks})
+        return RecordDict({"arrays": mine, "config": ConfigRecord({**config, "server-round": server_round})})
+
+    def _check_replies(self, current: _Round, replies: Iterable[Message]) -> tuple[list[CheckedReply], list[str]]:
+        """Every planned client's reply, checked, in the order of names; and a line for each reply nobody asked for."""
+        by_message = {message.metadata.message_id: client for client, message in current.messages.items()}
+        by_node = {self._node_of[client]: client for client in current.messages}
+        found: dict[str, Message] = {}
+        strays = []
+        for reply in replies:
+            # Flower makes up the sender of some error replies; the message replied to is right.
+            client = by_message.get(reply.metadata.reply_to_message_id or "-") or by_node.get(
+                reply.metadata.src_node_id
+            )
+            if client is None:
+                strays.append(f"node {reply.metadata.src_node_id}: reply to no message of this round; ignored")
+            elif client in found:
+                strays.append(f"client {client!r}: second reply in one round; ignored")
+            else:
+                found[client] = reply
+        checked: list[CheckedReply] = []
+        clock = None
+        for client, plan in sorted(current.plans.items()):
+            if client not in found:
+                checked.append(checks.lost(plan))
+                continue
+            result = checks.check(found[client], plan, current.arrays, self._tasks_of(client), clock)
+            clock = clock or (result.report.clock if result.report else None)
+            checked.append(result)
+        return checked, strays
+
+    def _round_record(self, current: _Round, checked: Sequence[CheckedReply], more: Iterable[str]) -> RoundRecord:
+        clients = {reply.client: reply.record for reply in checked}
+        makespan_s = max((client.busy_s for client in clients.values()), default=0.0)
+        costed = self.book.is_costed()
+        return RoundRecord(
+            server_round=current.server_round,
+            makespan_s=makespan_s,
+            plan_s=current.assignment.plan_s if costed else None,
+            bound_s=current.assignment.bound_s if costed else None,
+            idle_fraction=idle_fraction(clients, makespan_s),
+            clients=clients,
+            refused=(*current.notes, *(line for reply in checked for line in reply.refused), *more),
+            clock=next((reply.report.clock for reply in checked if reply.report), MEASURED),
+        )

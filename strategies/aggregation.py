@@ -1,0 +1,90 @@
+"""Joins the checked updates of one task to new weights, always in the order of client names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.replies import NDArray, Update
+
+# Running statistics of normalisation layers: averages of what was seen, not parameters that steps moved.
+STATISTICS = ("running_mean", "running_var")
+
+
+def weight_of(update: Update, weighting: str) -> float:
+    """Examples used this round, or held, by `weighting`."""
+    return float(update.num_examples if weighting == "used" else update.num_held)
+
+
+def is_parameter(key: str, value: NDArray) -> bool:
+    """Whether local steps moved this array, so that server arithmetic on differences makes sense."""
+    return bool(np.issubdtype(value.dtype, np.inexact)) and not key.endswith(STATISTICS)
+
+
+def normalised_average(
+    updates: Sequence[Update], current: Mapping[str, NDArray], weighting: str = "used"
+) -> dict[str, NDArray]:
+    """FedNova (Wang et al., NeurIPS 2020, eq. 9): clients that made more local steps do not pull harder.
+
+        x_new = x + tau_eff * sum_d p_d (x_d - x) / tau_d        tau_eff = sum_d p_d tau_d
+
+    with tau_d the local steps and p_d the weights, which sum to 1. At equal steps this is the weighted average. Sums
+    are made in float64. Arrays that no step moved: see `other_arrays`.
+    """
+    ordered = sorted(updates, key=lambda update: update.client)
+    weights = _weights(ordered, weighting)
+    steps = np.array([update.num_steps for update in ordered], dtype=np.float64)
+    factors = float(weights @ steps) * weights / steps
+    joined = other_arrays(ordered, current, weighting)
+    for key, start in current.items():
+        if key not in joined:
+            wide = np.complex128 if np.iscomplexobj(start) else np.float64
+            origin = start.astype(wide)
+            moved = sum(
+                (
+                    factor * (update.arrays[key].astype(wide) - origin)
+                    for factor, update in zip(factors, ordered, strict=True)
+                ),
+                start=np.zeros_like(origin),
+            )
+            joined[key] = np.asarray(origin + moved).astype(start.dtype)
+    return {key: joined[key] for key in current}
+
+
+def other_arrays(
+    updates: Sequence[Update], current: Mapping[str, NDArray], weighting: str = "used"
+) -> dict[str, NDArray]:
+    """Arrays that are no parameters: running statistics by weighted average, integers and flags (counters) from the
+    client of the largest weight, the first by name among equals, since an average of counts counts nothing.
+    """
+    ordered = sorted(updates, key=lambda update: update.client)
+    weights = _weights(ordered, weighting)
+    heaviest = ordered[int(np.argmax(weights))]
+    joined: dict[str, NDArray] = {}
+    for key, start in current.items():
+        if is_parameter(key, start):
+            continue
+        if np.issubdtype(start.dtype, np.inexact):
+            total = np.zeros(start.shape, dtype=np.float64)
+            for weight, update in zip(weights, ordered, strict=True):
+                total += weight * update.arrays[key].astype(np.float64)
+            joined[key] = total.astype(start.dtype)
+        else:
+            joined[key] = heaviest.arrays[key]
+    return joined
+
+
+def mean_loss(updates: Sequence[Update]) -> float | None:
+    """Mean training loss over examples, None where no client reported one."""
+    known = [update for update in sorted(updates, key=lambda update: update.client) if update.mean_loss is not None]
+    if not known:
+        return None
+    total = sum(update.num_examples for update in known)
+    return sum(update.num_examples * update.mean_loss for update in known if update.mean_loss is not None) / total
+
+
+def _weights(ordered: Sequence[Update], weighting: str) -> npt.NDArray[np.float64]:
+    weights = np.array([weight_of(update, weighting) for update in ordered], dtype=np.float64)
+    return np.asarray(weights / weights.sum(), dtype=np.float64)

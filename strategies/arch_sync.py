@@ -1,0 +1,33 @@
+"""Architecture-aware synchronisation: loads that make every client finish at the same moment, learnt from its reports.
+
+One round, in the order of `docs/architecture.md`: the profiles of the book, corrected by what clients reported so far,
+pose the load problem; the linear programme solves it; each client gets its tasks' arrays and its plan; replies are
+checked and each task is aggregated with uneven local steps normalised; reported seconds go back into the book.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from strategies.aggregation import normalised_average
+from strategies.base import MultiTaskStrategy
+from strategies.load_assignment import ASSIGNERS, LinearProgramAssigner, LoadAssigner
+from strategies.options import StrategyOptions
+from strategies.replies import NDArray, Update
+
+
+class ArchSync(MultiTaskStrategy):
+    """Plans loads by the clients' speed, averages by normalised steps."""
+
+    def __init__(self, options: StrategyOptions, tasks: Sequence[str]) -> None:
+        super().__init__(options, tasks)
+        self._assigner = LinearProgramAssigner() if options.loads == "auto" else ASSIGNERS[options.loads]()
+
+    @property
+    def assigner(self) -> LoadAssigner:
+        return self._assigner
+
+    def aggregate_task(
+        self, server_round: int, task: str, updates: Sequence[Update], current: Mapping[str, NDArray]
+    ) -> Mapping[str, NDArray]:
+        return normalised_average(updates, current, self.options.weighting)

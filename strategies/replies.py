@@ -1,0 +1,219 @@
+"""Checks a client's reply to a plan, task by task: what may be aggregated; what may not gets one line with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+
+from gpu_runtime.contracts import (
+    CANCELLED,
+    FAILED,
+    TRAINED,
+    ContractError,
+    Plan,
+    Report,
+    TaskPlan,
+    TaskReport,
+    array_key,
+    from_json,
+)
+from strategies.records import LOST, PARTIAL, REFUSED, ClientRecord, ClientTaskRecord
+
+NDArray = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One task's weights from one client, checked. Keys as on the wire, in the order of the server's arrays."""
+
+    client: str
+    task: str
+    arrays: Mapping[str, NDArray]
+    num_examples: int
+    num_steps: int
+    num_held: int
+    mean_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedReply:
+    """What one client's reply comes to. `report` is None when it cannot be trusted at all."""
+
+    client: str
+    record: ClientRecord
+    report: Report | None = None
+    updates: tuple[Update, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+class _RefusedError(Exception):
+    """Why a reply or a task of it is not used; `outcome` is what the record says."""
+
+    def __init__(self, text: str, outcome: str = REFUSED) -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def lost(plan: Plan, text: str = "no reply") -> CheckedReply:
+    """A planned client that did not answer."""
+    return _refuse(plan, text, LOST)
+
+
+def check(
+    reply: Message, plan: Plan, current: Mapping[str, NDArray], num_held: Mapping[str, int], clock: str | None = None
+) -> CheckedReply:
+    """Check `reply` against its plan and the arrays the server sent.
+
+    Args:
+        reply: the client's answer, or Flower's error in its place.
+        plan: what the client was told to do.
+        current: the server's arrays by key, whose keys, shapes and types a reply must have.
+        num_held: examples of each task the client holds.
+        clock: the clock that all reports of the round must use, where already known.
+
+    Returns:
+        The accepted updates, and one line for every task or reply refused. Never raises for a bad reply.
+    """
+    try:
+        report = _report(reply, plan, clock)
+        arrays = reply.content.get("arrays")
+        if not isinstance(arrays, ArrayRecord):
+            raise _RefusedError("reply without ArrayRecord 'arrays'")
+    except _RefusedError as fault:
+        return _refuse(plan, str(fault), fault.outcome)
+
+    refused = [_stray(plan, arrays)] if _stray(plan, arrays) else []
+    updates, tasks = [], {}
+    for task_plan in plan.tasks:
+        entry = None
+        try:
+            entry = _task_report(report, task_plan)
+            update = Update(
+                client=plan.client,
+                task=task_plan.task,
+                arrays=_task_arrays(arrays, task_plan.task, current),
+                num_examples=entry.num_examples,
+                num_steps=entry.num_steps,
+                num_held=num_held[task_plan.task],
+                mean_loss=entry.mean_loss,
+            )
+        except _RefusedError as fault:
+            refused.append(f"client {plan.client!r}, task {task_plan.task!r}: {fault}")
+            tasks[task_plan.task] = _task_record(task_plan, entry, fault.outcome, str(fault))
+        else:
+            updates.append(update)
+            tasks[task_plan.task] = _task_record(task_plan, entry, entry.outcome, "")
+    outcomes = {task.outcome for task in tasks.values()}
+    return CheckedReply(
+        client=plan.client,
+        record=ClientRecord(
+            busy_s=report.seconds,
+            outcome=outcomes.pop() if len(outcomes) == 1 else PARTIAL,
+            error="; ".join(refused),
+            tasks=tasks,
+        ),
+        report=report,
+        updates=tuple(updates),
+        refused=tuple(refused),
+    )
+
+
+def _refuse(plan: Plan, text: str, outcome: str) -> CheckedReply:
+    tasks = {task.task: _task_record(task, None, outcome, text) for task in plan.tasks}
+    return CheckedReply(
+        client=plan.client,
+        record=ClientRecord(outcome=outcome, error=text, tasks=tasks),
+        refused=(f"client {plan.client!r}: {text}",),
+    )
+
+
+def _task_record(plan: TaskPlan, entry: TaskReport | None, outcome: str, error: str) -> ClientTaskRecord:
+    if entry is None:
+        return ClientTaskRecord(share=plan.share, outcome=outcome, error=error)
+    return ClientTaskRecord(
+        examples=entry.num_examples if outcome in (TRAINED, CANCELLED) and not error else 0,
+        steps=entry.num_steps,
+        share=entry.share if entry.share is not None else plan.share,
+        seconds=entry.seconds,
+        loss=entry.mean_loss,
+        outcome=outcome,
+        error=error,
+    )
+
+
+def _report(reply: Message, plan: Plan, clock: str | None) -> Report:
+    if reply.has_error():
+        lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+        raise _RefusedError(f"error reply: {lines[-1] if lines else f'code {reply.error.code}'}", FAILED)
+    record = reply.content.get("report")
+    text = record.get("json") if isinstance(record, ConfigRecord) else None
+    if not isinstance(text, str):
+        raise _RefusedError("reply without ConfigRecord 'report' {'json'}")
+    try:
+        report = from_json(Report, text)
+    except ContractError as error:
+        raise _RefusedError(f"report not understood: {error}") from None
+    expected = (("client", plan.client), ("server_round", plan.server_round), ("attempt", plan.attempt))
+    for name, value in expected:
+        if getattr(report, name) != value:
+            raise _RefusedError(f"report has {name} {getattr(report, name)!r} where {value!r} was asked")
+    if report.seconds < 0:
+        raise _RefusedError(f"report has negative seconds {report.seconds:g}")
+    if clock is not None and report.clock != clock:
+        raise _RefusedError(f"report is in {report.clock} seconds, others of this round in {clock} seconds")
+    return report
+
+
+def _task_report(report: Report, plan: TaskPlan) -> TaskReport:
+    entries = [entry for entry in report.tasks if entry.task == plan.task]
+    if len(entries) != 1:
+        raise _RefusedError(f"report has {len(entries)} entries for it instead of one")
+    (entry,) = entries
+    if entry.outcome == FAILED:
+        raise _RefusedError(f"failed: {entry.error or 'no reason given'}", FAILED)
+    if entry.outcome == CANCELLED and entry.num_examples <= 0:
+        raise _RefusedError(f"cancelled before anything was trained: {entry.error or 'deadline'}", CANCELLED)
+    if entry.outcome not in (TRAINED, CANCELLED):
+        raise _RefusedError(f"unknown outcome {entry.outcome!r}")
+    if not 0 < entry.num_examples <= plan.num_examples:
+        raise _RefusedError(f"reports {entry.num_examples} examples where 1 to {plan.num_examples} were planned")
+    if entry.num_steps <= 0:
+        raise _RefusedError(f"reports {entry.num_steps} steps")
+    if entry.seconds < 0:
+        raise _RefusedError(f"reports negative seconds {entry.seconds:g}")
+    return entry
+
+
+def _task_arrays(arrays: ArrayRecord, task: str, current: Mapping[str, NDArray]) -> dict[str, NDArray]:
+    prefix = array_key(task, "x")[:-1]
+    expected = [key for key in current if key.startswith(prefix)]
+    found = {key for key in arrays if key.startswith(prefix)}
+    for what, keys in (("missing", set(expected) - found), ("unknown", found - set(expected))):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise _RefusedError(f"{what} array {min(keys)!r}{more}")
+    return {key: _array(arrays[key], key, current[key]) for key in expected}
+
+
+def _array(array: Array, key: str, like: NDArray) -> NDArray:
+    try:
+        value = array.numpy()
+    except Exception as error:  # bytes from outside: decoding may fail in any way
+        raise _RefusedError(f"array {key!r} cannot be decoded: {error}") from None
+    if value.shape != like.shape:
+        raise _RefusedError(f"array {key!r} has shape {value.shape} instead of {like.shape}")
+    if value.dtype != like.dtype:
+        raise _RefusedError(f"array {key!r} has dtype {value.dtype} instead of {like.dtype}")
+    if np.issubdtype(value.dtype, np.inexact) and not np.isfinite(value).all():
+        raise _RefusedError(f"array {key!r} holds {int((~np.isfinite(value)).sum())} values that are not finite")
+    return value
+
+
+def _stray(plan: Plan, arrays: ArrayRecord) -> str:
+    planned = {task.task for task in plan.tasks}
+    strays = sorted(key for key in arrays if key.partition("/")[0] not in planned)
+    return f"client {plan.client!r}: array {strays[0]!r} belongs to no planned task; ignored" if strays else ""
