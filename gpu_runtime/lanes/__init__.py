@@ -1,0 +1,33 @@
+"""Lanes: where the tasks of one device run. `choose` finds the backend for a mode and a device."""
+
+from __future__ import annotations
+
+from gpu_runtime.device import CUDA, Device
+from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions, PartitionBackend
+from gpu_runtime.lanes.cpu import CpuBackend
+from gpu_runtime.lanes.sequential import SequentialBackend
+from gpu_runtime.lanes.streams import StreamsBackend
+
+BACKENDS: dict[str, type[PartitionBackend]] = {
+    backend.name: backend for backend in (SequentialBackend, CpuBackend, StreamsBackend)
+}
+
+__all__ = ["BACKENDS", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
+
+
+def choose(backend: str, mode: str, device: Device) -> PartitionBackend:
+    """The backend for a sharing mode on a device; `auto` means streams on CUDA and cpu elsewhere.
+
+    Raises:
+        BackendError: an unknown backend, or one that cannot work on this device.
+    """
+    if mode == "sequential":
+        return SequentialBackend(device)
+    if backend == "auto":
+        backend = StreamsBackend.name if device.kind == CUDA else CpuBackend.name
+    if backend not in BACKENDS:
+        raise BackendError(f"unknown sharing backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[backend].unavailable(device)
+    if reason:
+        raise BackendError(f"sharing backend {backend!r} cannot be used: {reason}")
+    return BACKENDS[backend](device)

@@ -1,0 +1,223 @@
+"""Runs the work of several tasks at once in the lanes of a backend, until all have ended, failed or been cut short."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpu_runtime.allocator import TaskLoad, equal_finish
+from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED, Span
+from gpu_runtime.lanes.base import DEFAULT_OPTIONS, Lane, LaneOptions, PartitionBackend
+from gpu_runtime.step_queue import Entry, Grant, StepQueue
+from gpu_runtime.work import Work
+
+# How often the caller looks for cancellation and for lanes that ended.
+POLL_S = 0.05
+# A step that has not returned this long after a deadline or a cancellation is given up, and its lane with it.
+STUCK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkResult:
+    """What became of one task's work. `seconds` is when it ended, counted from the start of the execution."""
+
+    task: str
+    outcome: str
+    seconds: float
+    share: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """What became of all work, by task, and what ran when."""
+
+    results: Mapping[str, WorkResult]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+class Executor:
+    """Runs work on one backend.
+
+    Args:
+        backend: makes the lanes.
+        options: sharing mode, determinism, tracing.
+    """
+
+    def __init__(self, backend: PartitionBackend, options: LaneOptions = DEFAULT_OPTIONS) -> None:
+        self._backend, self._options = backend, options
+
+    def run(
+        self,
+        works: Sequence[Work],
+        loads: Sequence[TaskLoad],
+        *,
+        deadline_s: float | None = None,
+        cancel: threading.Event | None = None,
+        origin_s: float | None = None,
+    ) -> Execution:
+        """Run all `works`, one for each task, and return when every one has ended.
+
+        A task that raises fails alone. At the deadline each task stops after its current step and keeps what it did.
+
+        Args:
+            works: the work of each task.
+            loads: cost of each task, in the same order; decides shares and who goes first.
+            deadline_s: seconds after `origin_s`.
+            cancel: set it to stop all work after its current step and drop it.
+            origin_s: `time.perf_counter()` from which times count; now if None.
+        """
+        start_s = time.perf_counter() if origin_s is None else origin_s
+        if not works:
+            return Execution(results={}, seconds=time.perf_counter() - start_s)
+        run = _Run(self._backend, self._options, works, loads, start_s, deadline_s)
+        return run.until_done(cancel or threading.Event())
+
+
+class _Run:
+    """One call of `Executor.run`: its queue, its lanes, one thread for each."""
+
+    def __init__(
+        self,
+        backend: PartitionBackend,
+        options: LaneOptions,
+        works: Sequence[Work],
+        loads: Sequence[TaskLoad],
+        start_s: float,
+        deadline_s: float | None,
+    ) -> None:
+        self._backend, self._options, self._works = backend, options, works
+        self._start_s, self._deadline_s = start_s, deadline_s
+        self._results: dict[str, WorkResult] = {}
+        self._notes = list(backend.notes(options))
+        self._shares: Mapping[str, float] = (
+            {load.task: 1.0 for load in loads}
+            if backend.in_order
+            else equal_finish(loads, minimum_share=backend.minimum_share).shares
+        )
+        self._lanes = backend.lanes(loads, options)
+        self._queue = StepQueue(
+            [Entry(work=work, load=load) for work, load in zip(works, loads, strict=True)],
+            threads=backend.threads,
+            num_lanes=len(self._lanes),
+            clock=time.perf_counter,
+            on_end=self._note_end,
+            in_order=backend.in_order,
+            deterministic=options.deterministic,
+            deadline_s=None if deadline_s is None else start_s + deadline_s,
+        )
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"lane {lane.name}", daemon=True)
+            for lane in self._lanes
+        ]
+
+    def until_done(self, cancel: threading.Event) -> Execution:
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._wait(cancel)
+        except BaseException:
+            # Ctrl-C among others: the current steps end, the lanes are left, then the exception goes on.
+            cancelled = threading.Event()
+            cancelled.set()
+            self._wait(cancelled)
+            raise
+        finally:
+            self._backend.restore()
+            self._drop_unfinished()
+        return Execution(
+            results=dict(self._results),
+            seconds=time.perf_counter() - self._start_s,
+            notes=tuple(self._notes),
+            spans=tuple(sorted((span for lane in self._lanes for span in lane.spans), key=lambda span: span.start_s)),
+        )
+
+    def _wait(self, cancel: threading.Event) -> None:
+        """Wait for the lanes to end; once they have been told to, for no longer than STUCK_S."""
+        give_up_s = None if self._deadline_s is None else self._start_s + self._deadline_s + STUCK_S
+        while (running := [thread for thread in self._threads if thread.is_alive()]) and (
+            give_up_s is None or time.perf_counter() < give_up_s
+        ):
+            if cancel.is_set() and not self._queue.cancelled:
+                self._queue.cancel()
+                give_up_s = time.perf_counter() + STUCK_S
+            running[0].join(POLL_S)
+
+    def _serve(self, lane: Lane) -> None:
+        """Body of a lane's thread."""
+        try:
+            lane.open(self._start_s)
+        except Exception as error:  # whatever it is, the tasks of this lane fail with it
+            self._queue.lane_lost(lane, error)
+            return
+        try:
+            while (grant := self._queue.take(lane)) is not None:
+                self._serve_grant(lane, grant)
+        finally:
+            lane.close()
+
+    def _serve_grant(self, lane: Lane, grant: Grant) -> None:
+        started_s, done_before = time.perf_counter(), grant.work.examples_done
+        error: BaseException | None = None
+        try:
+            lane.run(grant.work.task, lambda: self._advance(grant), grant.width)
+        except BaseException as failure:  # it must reach the task's report, whatever it is
+            error = failure
+            grant.work.abandon()
+        self._queue.give_back(
+            grant,
+            seconds=time.perf_counter() - started_s,
+            num_examples=grant.work.examples_done - done_before,
+            error=error,
+        )
+
+    def _advance(self, grant: Grant) -> None:
+        work = grant.work
+        for _ in range(grant.num_steps):
+            work.step()
+            if work.finished or self._queue.stopping:
+                break
+        if work.finished or (grant.last and work.steps_done > 0):
+            work.finish()
+
+    def _note_end(self, work: Work, error: BaseException | None) -> None:
+        outcome, text = TRAINED, ""
+        if error is not None:
+            outcome, text = FAILED, one_line(error)
+        elif not work.finished:
+            reason = f"deadline of {self._deadline_s:g} s"
+            if work.steps_done == 0:
+                outcome, text = CANCELLED, f"{reason} passed before the first step"
+            else:
+                self._notes.append(f"{work.task}: {reason} cut it to {work.examples_done} of {work.num_examples}")
+        self._set_result(work, outcome, text)
+
+    def _drop_unfinished(self) -> None:
+        for work in self._works:
+            if work.task in self._results:
+                continue
+            if work.task in self._queue.running_tasks():
+                self._set_result(work, FAILED, f"a step has not returned within {STUCK_S:g} s of the order to stop")
+            else:
+                work.abandon()
+                self._set_result(work, CANCELLED, "cancelled")
+
+    def _set_result(self, work: Work, outcome: str, error: str) -> None:
+        self._results[work.task] = WorkResult(
+            task=work.task,
+            outcome=outcome,
+            seconds=time.perf_counter() - self._start_s,
+            share=self._shares.get(work.task),
+            error=error,
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line of at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

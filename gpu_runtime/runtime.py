@@ -1,0 +1,359 @@
+"""The face of gpu_runtime: profile tasks, run a plan, evaluate. Numpy in and out, torch inside."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from gpu_runtime.allocator import TaskLoad
+from gpu_runtime.contracts import (
+    FAILED,
+    MEASURED,
+    TRAINED,
+    HeldTask,
+    Plan,
+    Profile,
+    Report,
+    TaskCost,
+    TaskPlan,
+    TaskProfile,
+    TaskReport,
+    array_key,
+    split_key,
+)
+from gpu_runtime.device import Device, discover
+from gpu_runtime.evaluation import TaskEvaluation
+from gpu_runtime.executor import Execution, Executor, one_line
+from gpu_runtime.lanes import LaneOptions, choose
+from gpu_runtime.profiler import Profiler
+from gpu_runtime.settings import SharingSettings
+from gpu_runtime.training import Origin, TaskTraining
+from gpu_runtime.work import Work
+from gpu_runtime.workload import Workload, WorkloadFactory
+
+# Workloads kept: a simulation serves many clients in one process, each with its own part of the data.
+MAX_WORKLOADS = 256
+DEFAULT_SHARING = SharingSettings()
+
+
+class FactoryError(ValueError):
+    """A workload factory that cannot be found; the text says why."""
+
+
+class EvaluationError(RuntimeError):
+    """Some tasks could not be evaluated; the text names them. `results` holds those that could."""
+
+    def __init__(self, text: str, results: Mapping[str, dict[str, float]]) -> None:
+        super().__init__(text)
+        self.results = dict(results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """Trained arrays by `<task>/<parameter>`, of the tasks that trained, and the report on all."""
+
+    arrays: dict[str, np.ndarray]
+    report: Report
+
+
+class Runtime(ABC):
+    """One device at work for one or more clients."""
+
+    @abstractmethod
+    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
+        """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`."""
+
+    @abstractmethod
+    def train(self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]) -> TrainResult:
+        """Run a plan. A task that fails is reported as such and gives no arrays; the others go on."""
+
+    @abstractmethod
+    def evaluate(
+        self, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, split: str = "test"
+    ) -> dict[str, dict[str, float]]:
+        """Loss, metrics and `num-examples` of each held task that `arrays` has weights for.
+
+        Args:
+            arrays: weights by `<task>/<parameter>`.
+            held: the tasks.
+            split: "test" for the held-out examples, "train" for the client's own.
+
+        Raises:
+            EvaluationError: a task failed; it holds the results of the others.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancel what runs and let everything go. Further calls start afresh."""
+
+
+class EmbeddedRuntime(Runtime):
+    """A runtime in this process. One call works at a time: two would use the device twice over.
+
+    Args:
+        factory: makes a workload from a task reference and its data; or where to find such a function,
+            "package.module:function".
+        sharing: how the device is shared. A plan's own sharing mode goes before `sharing.mode`.
+        budget_s: seconds that profiling may take for each task.
+
+    Raises:
+        FactoryError: the factory cannot be found.
+    """
+
+    def __init__(
+        self,
+        factory: WorkloadFactory | str = "tasks.registry:build",
+        sharing: SharingSettings = DEFAULT_SHARING,
+        *,
+        budget_s: float = 3.0,
+    ) -> None:
+        self._factory = resolve_factory(factory) if isinstance(factory, str) else factory
+        self._sharing = sharing
+        self._profiler = Profiler(budget_s=budget_s)
+        self._working = threading.Lock()
+        self._cancel = threading.Event()
+        self._workloads: OrderedDict[HeldTask, Workload] = OrderedDict()
+        self._costs: dict[tuple[str, int], TaskCost] = {}
+        self._device: Device | None = None
+
+    @property
+    def device(self) -> Device:
+        """Discovered at the first use and kept."""
+        if self._device is None:
+            self._device = discover(self._sharing.cores)
+        return self._device
+
+    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
+        profiles: list[TaskProfile] = []
+        errors: list[str] = []
+        with self._working:
+            for each in held:
+                try:
+                    workload = self._workload(each)
+                    cost = self._profiler.cost(workload, self.device) if measure else None
+                    if cost is not None:
+                        self._costs[workload.name, workload.batch_size] = cost
+                    profiles.append(
+                        TaskProfile(
+                            task=workload.name,
+                            num_examples=len(workload.train_examples()),
+                            batch_size=workload.batch_size,
+                            cost=cost,
+                        )
+                    )
+                except Exception as error:  # a user's task may raise anything; the others go on
+                    errors.append(f"{each.ref}: {one_line(error)}")
+        return Profile(
+            client=client,
+            device=self.device.name,
+            num_cores=self.device.num_cores,
+            clock=MEASURED,
+            tasks=tuple(profiles),
+            memory_bytes=self.device.memory_bytes,
+            errors=tuple(errors),
+        )
+
+    def train(self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]) -> TrainResult:
+        with self._working:
+            self._cancel.clear()
+            _import_optimizers()
+            started_at_s, origin_s = time.time(), time.perf_counter()
+            backend = choose(self._sharing.backend, plan.sharing_mode, self.device)
+            trainings, refused = self._trainings(plan, arrays, held)
+            options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
+            plans = {each.task: each for each in plan.tasks}
+            execution = Executor(backend, options).run(
+                trainings,
+                [self._load(training, plans[training.task]) for training in trainings],
+                deadline_s=plan.deadline_s,
+                cancel=self._cancel,
+                origin_s=origin_s,
+            )
+        reports = {training.task: _task_report(training, execution) for training in trainings}
+        trained = [training for training in trainings if reports[training.task].outcome == TRAINED]
+        return TrainResult(
+            arrays={
+                array_key(training.task, name): array for training in trained for name, array in training.arrays.items()
+            },
+            report=Report(
+                client=plan.client,
+                server_round=plan.server_round,
+                seconds=execution.seconds,
+                clock=MEASURED,
+                tasks=(*(reports[each] for each in plans if each in reports), *refused),
+                backend=backend.name,
+                attempt=plan.attempt,
+                started_at_s=started_at_s,
+                notes=execution.notes,
+                spans=execution.spans,
+            ),
+        )
+
+    def evaluate(
+        self, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, split: str = "test"
+    ) -> dict[str, dict[str, float]]:
+        if split not in ("train", "test"):
+            raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+        by_task = _arrays_by_task(arrays)
+        faults: list[str] = []
+        works: list[TaskEvaluation] = []
+        results: dict[str, dict[str, float]] = {}
+        with self._working:
+            self._cancel.clear()
+            for each in held:
+                try:
+                    workload = self._workload(each)
+                    if workload.name not in by_task:
+                        continue
+                    examples = workload.test_examples() if split == "test" else workload.train_examples()
+                    works.append(
+                        TaskEvaluation(
+                            workload=workload,
+                            arrays=by_task[workload.name],
+                            examples=examples,
+                            device=self.device.torch_device,
+                        )
+                    )
+                except Exception as error:  # a user's task may raise anything; the others go on
+                    faults.append(f"{each.ref}: {one_line(error)}")
+            busy = [work for work in works if work.num_examples > 0]
+            backend = choose(self._sharing.backend, self._sharing.mode, self.device)
+            execution = Executor(backend, LaneOptions(mode=self._sharing.mode)).run(
+                busy, [self._load(work) for work in busy], cancel=self._cancel
+            )
+        for work in works:
+            result = execution.results.get(work.task)
+            if result is not None and result.outcome != TRAINED:
+                faults.append(f"{work.task}: {result.error}")
+                continue
+            results[work.task] = work.results()
+        if faults:
+            raise EvaluationError("evaluation failed for " + "; ".join(faults), results)
+        return results
+
+    def close(self) -> None:
+        self._cancel.set()
+        with self._working:
+            self._workloads.clear()
+            self._costs.clear()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _workload(self, held: HeldTask) -> Workload:
+        """The workload of a held task. Equal holdings share one: a workload keeps no state between calls."""
+        if held not in self._workloads:
+            self._workloads[held] = self._factory(held.ref, held.data)
+            if len(self._workloads) > MAX_WORKLOADS:
+                self._workloads.popitem(last=False)
+        self._workloads.move_to_end(held)
+        return self._workloads[held]
+
+    def _trainings(
+        self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]
+    ) -> tuple[list[TaskTraining], list[TaskReport]]:
+        """A training for each task of the plan that can start, a failed report for each that cannot."""
+        workloads: dict[str, Workload] = {}
+        unbuilt: list[str] = []
+        for each in held:
+            try:
+                workload = self._workload(each)
+                workloads[workload.name] = workload
+            except Exception as error:  # a user's task may raise anything; the others go on
+                unbuilt.append(f"{each.ref}: {one_line(error)}")
+        by_task = _arrays_by_task(arrays)
+        origin = Origin(client=plan.client, server_round=plan.server_round, seed=plan.seed)
+        trainings: dict[str, TaskTraining] = {}
+        refused: list[TaskReport] = []
+        for task in plan.tasks:
+            try:
+                if task.task in trainings:
+                    raise ValueError("the plan names this task twice")
+                if task.task not in workloads:
+                    holds = ", ".join(workloads) or "none"
+                    raise ValueError("; ".join([f"this client does not hold the task (it holds: {holds})", *unbuilt]))
+                if task.task not in by_task:
+                    raise ValueError("the message has no arrays for this task")
+                trainings[task.task] = TaskTraining(
+                    workload=workloads[task.task],
+                    plan=task,
+                    arrays=by_task[task.task],
+                    origin=origin,
+                    device=self.device.torch_device,
+                )
+            except Exception as error:  # a user's task may raise anything; the others go on
+                refused.append(_refused(task, error))
+        return list(trainings.values()), refused
+
+    def _load(self, work: Work, plan: TaskPlan | None = None) -> TaskLoad:
+        """What is known of the cost of some work; unprofiled tasks count as equal per example, until they run."""
+        cost = self._costs.get((work.task, work.batch_size))
+        cap = plan.share if plan is not None and plan.share is not None else 1.0
+        return TaskLoad(
+            task=work.task,
+            num_examples=work.num_examples,
+            solo_cost_s=cost.solo_cost_s if cost else 1e-3,
+            demand=cost.demand if cost else 1.0,
+            speed_curve=cost.speed_curve if cost else (),
+            maximum_share=cap,
+        )
+
+
+def resolve_factory(reference: str) -> WorkloadFactory:
+    """The function at "package.module:function". Raises FactoryError."""
+    module_name, colon, attribute = reference.partition(":")
+    if not colon or not module_name or not attribute:
+        raise FactoryError(f"factory {reference!r} is not of the form 'package.module:function'")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise FactoryError(f"factory {reference!r} cannot be loaded: {one_line(error)}") from None
+    if not callable(factory):
+        raise FactoryError(f"factory {reference!r} is not callable")
+    return cast(WorkloadFactory, factory)
+
+
+@functools.cache
+def _import_optimizers() -> None:
+    """torch imports its compiler, for seconds, with the first optimiser of a process: not part of any round's time."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    by_task: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in arrays.items():
+        task, parameter = split_key(key)
+        by_task.setdefault(task, {})[parameter] = array
+    return by_task
+
+
+def _task_report(training: TaskTraining, execution: Execution) -> TaskReport:
+    result = execution.results[training.task]
+    trained = result.outcome == TRAINED
+    losses = training.losses
+    return TaskReport(
+        task=training.task,
+        num_examples=training.examples_done if trained else 0,
+        num_steps=training.steps_done,
+        seconds=result.seconds,
+        outcome=result.outcome,
+        error=result.error,
+        share=result.share,
+        first_loss=losses.first,
+        mean_loss=losses.mean,
+        last_loss=losses.last,
+    )
+
+
+def _refused(task: TaskPlan, error: Exception) -> TaskReport:
+    text = str(error) if type(error) is ValueError else one_line(error)
+    return TaskReport(task=task.task, num_examples=0, num_steps=0, seconds=0.0, outcome=FAILED, error=text)

@@ -1,0 +1,262 @@
+"""Local training of one task as a pure function of (arrays, plan, seed, round, client, task), one step at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu_runtime.contracts import TaskPlan
+from gpu_runtime.randomness import generator_state, sample_batches, seed_of, seeded_draws
+from gpu_runtime.state import dump_state, load_state
+from gpu_runtime.transfer import Batch, batches_on, map_tensors
+from gpu_runtime.work import Work
+from gpu_runtime.workload import Workload
+
+# On CUDA, reading the loss waits for the device: look for NaN only every so many steps, and at the end.
+LOSS_CHECK_STRIDE = 16
+
+
+class TrainingError(RuntimeError):
+    """Training that cannot go on; the text says why in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Whose training it is: with the plan and the arrays, all that the result depends on."""
+
+    client: str
+    server_round: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossStatistics:
+    """Losses of a training: of its first step, the mean over examples, of its last step. None before the first step."""
+
+    first: float | None = None
+    mean: float | None = None
+    last: float | None = None
+
+
+class TaskTraining(Work):
+    """One task's local training for one round.
+
+    The model is built and loaded in the first step, so that this happens in the task's lane and not before its turn.
+    Modules that draw random numbers (dropout) are noticed in the first step; from then on each forward pass draws from
+    generators seeded for that step and held by one thread at a time, so that lanes do not disturb each other.
+
+    Args:
+        workload: model, loss, optimiser and this client's examples.
+        plan: load, and overrides of batch size and learning rate.
+        arrays: start weights, without the task's name in front.
+        origin: seed, round and client.
+        device: where to train.
+
+    Raises:
+        TrainingError: no examples held, or a plan that cannot be followed.
+    """
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        plan: TaskPlan,
+        arrays: Mapping[str, np.ndarray],
+        origin: Origin,
+        device: torch.device,
+    ) -> None:
+        self.task = plan.task
+        self.num_examples = plan.num_examples
+        self.batch_size = workload.batch_size if plan.batch_size is None else plan.batch_size
+        _check(plan, self.batch_size)
+        examples = workload.train_examples()
+        if len(examples) == 0:
+            raise TrainingError("this client holds no training examples of the task")
+        self._workload, self._plan, self._origin, self._device = workload, plan, origin, device
+        self._start_arrays: Mapping[str, np.ndarray] = arrays
+        batches = sample_batches(len(examples), self.num_examples, self.batch_size, self._seed("examples"))
+        self._batches = batches_on(device, (examples.batch(indices) for indices in batches))
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._anchor: list[torch.Tensor] = []
+        self._draws_random_numbers: bool | None = None
+        self._losses = _LossRecord(stride=1 if device.type == "cpu" else LOSS_CHECK_STRIDE)
+        self.arrays: dict[str, np.ndarray] = {}
+
+    @property
+    def losses(self) -> LossStatistics:
+        return self._losses.statistics()
+
+    def step(self) -> None:
+        """Advance by one optimiser step.
+
+        Raises:
+            StateError: in the first step, when the arrays do not fit the model.
+            TrainingError: the loss is not finite.
+        """
+        model, optimizer = self._prepared()
+        with torch.enable_grad():
+            loss, num_examples = self._forward(model)
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss)
+        if self._anchor:
+            self._pull_to_anchor(model)
+        optimizer.step()
+        self.steps_done += 1
+        self.examples_done += num_examples
+        self._losses.add(loss.detach(), num_examples)
+
+    def finish(self) -> None:
+        """Set `arrays` to the trained weights.
+
+        Raises:
+            TrainingError, StateError: the losses or the weights are not finite.
+        """
+        self._losses.check()
+        assert self._model is not None, "finish before the first step"
+        self.arrays = dump_state(self._model)
+        self._release()
+
+    def abandon(self) -> None:
+        self._release()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _seed(self, purpose: str) -> int:
+        origin = self._origin
+        return seed_of(origin.seed, origin.server_round, origin.client, self.task, purpose)
+
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self._model is None or self._optimizer is None:
+            model = loaded_model(self._workload, self._start_arrays, self._device, seed=self._seed("model"))
+            self._start_arrays = {}
+            model.train()
+            rate = self._workload.learning_rate if self._plan.learning_rate is None else self._plan.learning_rate
+            self._optimizer = self._workload.optimizer(model.parameters(), rate)
+            if self._plan.proximal_mu:
+                self._anchor = [parameter.detach().clone() for parameter in model.parameters()]
+            self._model = model
+        return self._model, self._optimizer
+
+    def _forward(self, model: nn.Module) -> tuple[torch.Tensor, int]:
+        """Loss of the next batch and the number of its examples."""
+        if self._draws_random_numbers is False:
+            return self._loss_of_next(model)
+        with seeded_draws(self._seed(f"step {self.steps_done}"), self._device):
+            before = generator_state(self._device)
+            result = self._loss_of_next(model)
+            if self._draws_random_numbers is None:
+                after = generator_state(self._device)
+                self._draws_random_numbers = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            return result
+
+    def _loss_of_next(self, model: nn.Module) -> tuple[torch.Tensor, int]:
+        inputs, targets = next(self._batches)
+        return self._workload.loss(model(inputs), targets), num_examples_in((inputs, targets))
+
+    @torch.no_grad()
+    def _pull_to_anchor(self, model: nn.Module) -> None:
+        """Gradient of FedProx's mu/2 ||w - w0||^2 (arXiv 1812.06127, eq. 2)."""
+        for parameter, start in zip(model.parameters(), self._anchor, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - start, alpha=self._plan.proximal_mu)
+
+    def _release(self) -> None:
+        self._model, self._optimizer, self._anchor = None, None, []
+        self._batches = iter(())
+        self._start_arrays = {}
+
+
+def _check(plan: TaskPlan, batch_size: int) -> None:
+    """Raises TrainingError on a plan that cannot be followed."""
+    if plan.num_examples <= 0 or batch_size <= 0:
+        raise TrainingError(f"plan asks for {plan.num_examples} examples in batches of {batch_size}")
+    if plan.split_point is not None:
+        raise TrainingError(f"plan splits the model at block {plan.split_point}; this runtime trains whole models")
+    if plan.share is not None and not 0 < plan.share <= 1:
+        raise TrainingError(f"plan gives the task a share of {plan.share}; a share is above 0 and at most 1")
+    for name in ("learning_rate", "proximal_mu"):
+        value = getattr(plan, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise TrainingError(f"plan sets {name} to {value}; it must be finite and not negative")
+
+
+class _LossRecord:
+    """Losses kept on the device; read, and so waited for, every `stride` steps only."""
+
+    def __init__(self, stride: int) -> None:
+        self._stride = stride
+        self._first: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self._num_steps = 0
+        self._num_examples = 0
+
+    def add(self, loss: torch.Tensor, num_examples: int) -> None:
+        # Double on the host, for a mean that does not depend on the order of magnitude of the number of steps.
+        weighted = loss.double() * num_examples
+        self._sum = weighted if self._sum is None else self._sum + weighted
+        self._first = loss if self._first is None else self._first
+        self._last = loss
+        self._num_steps += 1
+        self._num_examples += num_examples
+        if self._num_steps % self._stride == 0:
+            self.check()
+
+    def check(self) -> None:
+        if self._sum is not None and not math.isfinite(self._sum.item()):
+            where = f"step {self._num_steps}" if self._stride == 1 else f"or before step {self._num_steps}"
+            raise TrainingError(f"loss is not finite at {where}")
+
+    def statistics(self) -> LossStatistics:
+        if self._first is None or self._sum is None or self._last is None:
+            return LossStatistics()
+        values = (self._first.item(), self._sum.item() / self._num_examples, self._last.item())
+        first, mean, last = (value if math.isfinite(value) else None for value in values)
+        return LossStatistics(first=first, mean=mean, last=last)
+
+
+def loaded_model(
+    workload: Workload, arrays: Mapping[str, np.ndarray], device: torch.device, *, seed: int = 0
+) -> nn.Module:
+    """A new model of the workload with `arrays` as its state, on `device`, in the workload's memory format.
+
+    Raises:
+        StateError: the arrays do not fit.
+    """
+    with seeded_draws(seed, torch.device("cpu")):
+        model = workload.build_model()
+    load_state(model, arrays)
+    return on_device(model, workload, device)
+
+
+def on_device(model: nn.Module, workload: Workload, device: torch.device) -> nn.Module:
+    """`model` moved to `device`, with the memory format that suits the workload.
+
+    Channels-last for models with 2-d convolutions, unless the workload's `channels_last` says otherwise.
+
+    A rule and not a measurement: the choice changes the last bits of the result, which must not depend on timing.
+    """
+    has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if getattr(workload, "channels_last", has_convolutions):
+        model = model.to(memory_format=torch.channels_last)
+    return model.to(device)
+
+
+def num_examples_in(batch: Batch) -> int:
+    """Length of the first dimension of the batch's first tensor."""
+    sizes: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(tensor))
+        return tensor
+
+    map_tensors(note, batch)
+    if not sizes:
+        raise TrainingError("a batch holds no tensors")
+    return sizes[0]

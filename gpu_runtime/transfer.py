@@ -1,0 +1,64 @@
+"""Batches on their way to the device: nested tensors moved, on CUDA through pinned memory one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+Batch = tuple[Any, Any]
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with every tensor in nested tuples, lists and dicts replaced by `change(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(change, item) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    return value
+
+
+def batches_on(device: torch.device, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches, on `device`. Call `next` in the lane that computes with them."""
+    return _prefetched(device, batches) if device.type == "cuda" else iter(batches)
+
+
+def _prefetched(device: torch.device, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Copies run on a stream of their own, one batch ahead of the computation.
+
+    A tensor made on the copy stream and used on the lane's must be recorded there, or the caching allocator could hand
+    its memory to the next copy while the lane still reads it.
+    """
+    copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def upload(batch: Batch) -> Batch:
+        with torch.cuda.stream(copies):
+            moved: Batch = map_tensors(lambda t: t.pin_memory().to(device, non_blocking=True), batch)
+            return moved
+
+    ahead: Batch | None = None
+    for batch in batches:
+        ready, ahead = ahead, None
+        uploaded_before = copies.record_event() if ready is not None else None
+        ahead = upload(batch)
+        if ready is not None:
+            yield _received(device, ready, uploaded_before)
+    if ahead is not None:
+        yield _received(device, ahead, copies.record_event())
+
+
+def _received(device: torch.device, batch: Batch, uploaded: Any) -> Batch:
+    lane = torch.cuda.current_stream(device)
+    lane.wait_event(uploaded)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(lane)
+        return tensor
+
+    received: Batch = map_tensors(keep, batch)
+    return received

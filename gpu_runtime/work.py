@@ -1,0 +1,38 @@
+"""What an executor runs: work cut into steps. `training.TaskTraining` and `evaluation.TaskEvaluation` are such work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class Work(ABC):
+    """A piece of work of one task, advanced one step at a time, never by two threads at once.
+
+    Attributes:
+        task: name of the task.
+        num_examples: examples to work through.
+        batch_size: examples a step takes (the last may take fewer).
+        examples_done, steps_done: progress.
+    """
+
+    task: str
+    num_examples: int
+    batch_size: int
+    examples_done: int = 0
+    steps_done: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.examples_done >= self.num_examples
+
+    @abstractmethod
+    def step(self) -> None:
+        """Advance by one batch. Called in the lane's thread, on the lane's stream."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Called once in the lane, after the last step: bring the results to the host and let the device memory go."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Called instead of `finish` when the work failed or was cancelled: let the memory go."""
