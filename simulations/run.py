@@ -1,0 +1,338 @@
+"""Run Paceline in simulation, watch it, and tell the truth about how it ended: `python -m simulations.run`.
+
+Does what a bare `flwr run` does not: checks the config first, shows progress, waits for the end, exits with 0 only if
+the run completed, and leaves no process, port or temporary file behind, however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from gpu_runtime.settings import Scalar, SettingsError
+from server_app.settings import Settings
+from simulations.fleet import FleetError, load_fleet
+from simulations.flower_home import FlowerError, FlowerHome, one_line, strip_colours
+from simulations.process_tree import adopt_orphans
+from simulations.progress import Follower, JsonLines, Progress, Quiet, Spoken
+from simulations.run_config import absolute_paths, defaults, parse_overrides, to_toml
+
+APP = Path(__file__).resolve().parent.parent
+LOOK_S = 0.2
+# How often Flower is asked whether the run is over: seldom, and often once the run's summary is there.
+ASK_S = 3.0
+ASK_SOON_S = 0.25
+STOP_S = 5.0
+INTERRUPTED = 130
+NUM_SUPERNODES_WITHOUT_FLEET = 4
+_ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, or a signal that asks this process to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run to be made: the app, its config overrides, and what the simulation gets of this machine."""
+
+    app: Path
+    run_config: Mapping[str, Scalar]
+    out_dir: Path
+    num_supernodes: int
+    cpus_per_client: int
+    gpus_per_client: float
+    timeout_s: float
+
+    def federation(self) -> dict[str, int | float]:
+        """Flower's federation config."""
+        return {
+            "num-supernodes": self.num_supernodes,
+            "client-resources-num-cpus": self.cpus_per_client,
+            "client-resources-num-gpus": self.gpus_per_client,
+            "init-args-num-cpus": max(num_cores(), self.cpus_per_client),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """How a run ended. `cause` is None if it completed; `folder` is None if it never began."""
+
+    cause: str | None
+    folder: Path | None
+    summary: Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 completed, 1 failed, 2 bad arguments or config, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    errors = Console(stderr=True)
+    try:
+        request = build_request(arguments)
+    except (SettingsError, FleetError) as error:
+        for fault in error.faults:
+            errors.print(fault, style="red", soft_wrap=True, highlight=False, markup=False)
+        return 2
+    progress = _progress(arguments, errors)
+    adopt_orphans()
+    try:
+        with _signals_raise():
+            outcome = run(request, progress)
+        if outcome.cause is None and outcome.folder is not None:
+            progress.finished(outcome.summary, outcome.folder)
+            return 0
+        progress.failed(outcome.cause or "unknown", outcome.folder)
+        return 1
+    except Interrupted as interruption:
+        progress.failed(f"interrupted by {interruption}", None)
+        return INTERRUPTED
+    finally:
+        progress.close()
+
+
+def build_request(arguments: argparse.Namespace) -> RunRequest:
+    """Merge and check everything that was asked for.
+
+    Raises:
+        SettingsError, FleetError: with all faults found.
+    """
+    app = Path(arguments.app).resolve()
+    overrides = parse_overrides(arguments.run_config)
+    if arguments.fleet is not None:
+        overrides["fleet.name"] = arguments.fleet
+    if arguments.out_dir is not None:
+        overrides["out-dir"] = arguments.out_dir
+    base = defaults(app)
+    if not overrides.get("out-dir") and not base.get("out-dir"):
+        overrides["out-dir"] = "runs"
+    overrides = absolute_paths(overrides, Path.cwd())
+    merged = {**base, **overrides}
+    num_supernodes = arguments.num_supernodes
+    if app == APP:
+        settings = Settings.from_run_config(merged)
+        if settings.fleet.name:
+            fleet = load_fleet(settings.fleet.name)
+            num_supernodes = num_supernodes or fleet.num_clients
+            fleet.deal(num_supernodes, settings.task_refs)
+    return RunRequest(
+        app=app,
+        run_config=overrides,
+        out_dir=Path(str(merged["out-dir"])),
+        num_supernodes=num_supernodes or NUM_SUPERNODES_WITHOUT_FLEET,
+        cpus_per_client=arguments.cpus_per_client or num_cores(),
+        gpus_per_client=arguments.gpus_per_client,
+        timeout_s=arguments.timeout_s,
+    )
+
+
+def run(request: RunRequest, progress: Progress) -> RunOutcome:
+    """Make the run and wait for its end. Everything it started is gone when this returns or raises."""
+    deadline = time.monotonic() + request.timeout_s
+    try:
+        request.out_dir.mkdir(parents=True, exist_ok=True)
+        log_file = request.out_dir / f"superlink-{os.getpid()}.log"
+        log_file.touch()
+    except OSError as error:
+        return RunOutcome(cause=f"cannot write to {request.out_dir}: {error.strerror}", folder=None, summary={})
+    with _uninterrupted_exit(FlowerHome(log_file)) as home:
+        try:
+            progress.stage("starting Flower")
+            home.start()
+            config_file = home.root / "run-config.toml"
+            config_file.write_text(to_toml(request.run_config), encoding="utf-8")
+            run_id = home.submit(request.app, config_file, request.federation())
+        except FlowerError as error:
+            return RunOutcome(cause=str(error), folder=None, summary={})
+        folder = request.out_dir / run_id
+        folder.mkdir(exist_ok=True)
+        log_file = log_file.rename(folder / "superlink.log")
+        progress.stage("starting server and clients")
+        try:
+            cause = _follow(home, run_id, folder, progress, deadline, request.timeout_s)
+        except Interrupted:
+            with contextlib.suppress(FlowerError, OSError), _signals_ignored():
+                home.stop(run_id)
+                _wait_finished(home, run_id, STOP_S)
+            raise
+        progress.stage("ending Flower's processes")
+        return _outcome(cause, folder, log_file)
+
+
+def _follow(
+    home: FlowerHome, run_id: str, folder: Path, progress: Progress, deadline: float, timeout_s: float
+) -> str | None:
+    """Pass on what the run writes until Flower says it is over; the cause if it did not complete."""
+    history, events = Follower(folder / "history.jsonl"), Follower(folder / "events.jsonl")
+    summary = folder / "summary.json"
+    asked_at = time.monotonic()
+    while True:
+        for event in events.read():
+            progress.event(event)
+        for entry in history.read():
+            progress.round(entry)
+        now = time.monotonic()
+        if now >= asked_at + (ASK_SOON_S if summary.exists() else ASK_S):
+            asked_at = now
+            status, details = home.status(run_id)
+            if status == "finished:completed":
+                # Rounds written since the last look.
+                for entry in history.read():
+                    progress.round(entry)
+                return None
+            if status.startswith("finished"):
+                return one_line(details) or f"Flower says {status}"
+        if now >= deadline:
+            with contextlib.suppress(FlowerError):
+                home.stop(run_id)
+            return f"not finished after {timeout_s:g} s (--timeout-s)"
+        if not home.is_alive():
+            return "the SuperLink ended before the run"
+        time.sleep(LOOK_S)
+
+
+def _outcome(cause: str | None, folder: Path, log_file: Path) -> RunOutcome:
+    """Flower's word and the run's own summary together: both must say completed."""
+    summary = read_summary(folder)
+    if cause is None and summary.get("status") == "completed":
+        return RunOutcome(cause=None, folder=folder, summary=summary)
+    return RunOutcome(cause=find_cause(summary, cause, log_file), folder=folder, summary=summary)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of a run, empty if there is none that can be read."""
+    try:
+        value = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def find_cause(summary: Mapping[str, Any], details: str | None, log_file: Path) -> str:
+    """Why a run failed, in one line: its summary's cause, else Flower's details, else the log's last error."""
+    if summary.get("cause"):
+        return one_line(str(summary["cause"]))
+    logged = last_error(log_file)
+    vague = details is None or "unknown error" in details
+    if vague and logged:
+        return logged
+    return details or "the run left no summary.json"
+
+
+def last_error(log_file: Path) -> str | None:
+    """The last line of the log that speaks of an error, without colours and time stamps."""
+    try:
+        lines = strip_colours(log_file.read_text(encoding="utf-8", errors="replace")).splitlines()
+    except OSError:
+        return None
+    found = [line for line in lines if _ERROR_LINE.search(line)]
+    return one_line(found[-1]) if found else None
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _wait_finished(home: FlowerHome, run_id: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not home.status(run_id)[0].startswith("finished"):
+        time.sleep(ASK_SOON_S)
+
+
+@contextlib.contextmanager
+def _uninterrupted_exit(home: FlowerHome) -> Iterator[FlowerHome]:
+    """The home, closed at the end without further signals getting in the way."""
+    try:
+        yield home
+    finally:
+        with _signals_ignored():
+            home.close()
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP raise Interrupted inside this block."""
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        raise Interrupted(signal.Signals(number).name)
+
+    with _handlers(interrupt):
+        yield
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    with _handlers(signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers(handler: Any) -> Iterator[None]:
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def _progress(arguments: argparse.Namespace, errors: Console) -> Progress:
+    if arguments.json_lines:
+        return JsonLines(errors)
+    return Quiet(errors) if arguments.quiet else Spoken(Console(), errors)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m simulations.run", description="Run Paceline in simulation.")
+    parser.add_argument("--fleet", metavar="NAME", help="fleet by name, or a TOML file (sets fleet.name)")
+    parser.add_argument(
+        "--run-config", metavar="'KEY=VALUE ...'", action="append", default=[], help="overrides, as for flwr run"
+    )
+    parser.add_argument("--num-supernodes", metavar="N", type=_positive, help="clients; default: those of the fleet")
+    parser.add_argument("--cpus-per-client", metavar="N", type=_positive, help="default: all cores, one client a time")
+    parser.add_argument("--gpus-per-client", metavar="X", type=_fraction, default=0.0, help="default: 0")
+    parser.add_argument("--timeout-s", metavar="S", type=_seconds, default=1800.0, help="default: 1800")
+    parser.add_argument("--out-dir", metavar="DIR", help="outputs; default: ./runs")
+    parser.add_argument("--app", metavar="DIR", default=str(APP), help="Flower app; default: Paceline")
+    spoken = parser.add_mutually_exclusive_group()
+    spoken.add_argument("--quiet", action="store_true", help="say nothing but the cause of a failure")
+    spoken.add_argument("--json-lines", action="store_true", help="progress as one JSON object a line")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1024:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
