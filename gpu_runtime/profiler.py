@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,8 +159,9 @@ class _Probe:
         self._optimizer.step()
 
     def _step_seconds(self, thread_counts: list[int], budget_s: float) -> dict[int, float]:
-        """Median seconds of a step at each number of threads; the numbers take turns, so that all see the same noise.
+        """Seconds of a step at each number of threads, the lower quartile: what others do on the machine only adds.
 
+        The numbers take turns, so that all see the same noise.
         A turn is one untimed step (a new width has to wake its threads) and one timed one.
         """
         samples: dict[int, list[float]] = {threads: [] for threads in thread_counts}
@@ -175,7 +175,7 @@ class _Probe:
                 started = time.perf_counter()
                 self._step()
                 samples[threads].append(time.perf_counter() - started)
-        return {threads: statistics.median(seconds) for threads, seconds in samples.items()}
+        return {threads: sorted(seconds)[len(seconds) // 4] for threads, seconds in samples.items()}
 
     def _cuda_step_s(self, budget_s: float) -> float:
         """Mean seconds of a step, over as many as the budget allows, waiting for the device only now and then."""
