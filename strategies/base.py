@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -35,6 +36,14 @@ class TaskKeptError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Transfer:
+    """Seconds a client's arrays take to it and back, as far as its link is known."""
+
+    download_s: float
+    upload_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Round:
     """A round under way: what was sent to whom. `messages` by client name."""
 
@@ -43,7 +52,7 @@ class _Round:
     plans: Mapping[str, Plan]
     messages: Mapping[str, Message]
     arrays: Mapping[str, NDArray]
-    link_s: Mapping[str, float]
+    transfers: Mapping[str, _Transfer]
     assignment: Assignment
     notes: tuple[str, ...]
 
@@ -53,12 +62,20 @@ class MultiTaskStrategy(Strategy):
 
     Call `prepare` with the clients' profiles before round 1 and whenever nodes join. Used through Flower's own `start`
     without it, the first round asks the nodes for their profiles.
+
+    Args:
+        options: of the run.
+        tasks: names of its tasks, which are the prefixes of array keys.
+
+    Attributes:
+        book: what is known of the clients.
+        needs_loss: whether updates without a training loss are refused.
     """
 
     def __init__(self, options: StrategyOptions, tasks: Sequence[str]) -> None:
-        """Args: options of the run; names of its tasks."""
         self.options = options
         self.tasks = tuple(tasks)
+        self.needs_loss = False
         self.book = ProfileBook(sharing_mode=options.sharing_mode)
         self._node_of: dict[str, int] = {}
         self._round: _Round | None = None
@@ -84,8 +101,16 @@ class MultiTaskStrategy(Strategy):
     def adjust_plans(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, plans: Mapping[str, Plan], grid: Grid
     ) -> Mapping[str, Plan]:
-        """A last word on the plans before they are sent; `_node_of` gives the node of each client."""
+        """A last word on the plans before they are sent."""
         return plans
+
+    def node_of(self, client: str) -> int:
+        """The node id of a prepared client."""
+        return self._node_of[client]
+
+    def clients_of(self, task: str) -> list[str]:
+        """Names of the prepared clients that hold examples of `task`, in order."""
+        return [client for client in self.book.clients if task in self._tasks_of(client)]
 
     # ------------------------------------------------------------------------------------------- before round 1
 
@@ -131,8 +156,8 @@ class MultiTaskStrategy(Strategy):
             for task in self.tasks
             if task not in held
         )
-        link_s = {client: self._link_s(client, arrays) for client in present}
-        assignment = self.assigner.assign(self._problem(present, link_s, held))
+        transfers = {client: self._transfer(client, arrays) for client in present}
+        assignment = self.assigner.assign(self._problem(transfers, held))
         attempt = self._round.attempt + 1 if self._round and self._round.server_round == server_round else 0
         plans = {
             client: self._plan(server_round, attempt, client, loads)
@@ -146,7 +171,7 @@ class MultiTaskStrategy(Strategy):
             plans=plans,
             messages=messages,
             arrays={key: array.numpy() for key, array in arrays.items()},
-            link_s=link_s,
+            transfers=transfers,
             assignment=assignment,
             notes=notes,
         )
@@ -184,11 +209,12 @@ class MultiTaskStrategy(Strategy):
                 metrics[f"{task}/loss"] = loss
         for reply in checked:
             if reply.report is not None:
-                self.book.learn(reply.report, link_s=current.link_s[reply.client])
+                transfer = current.transfers[reply.client]
+                self.book.learn(reply.report, download_s=transfer.download_s, upload_s=transfer.upload_s)
         self._record = self._round_record(current, checked, [*strays, *kept])
         if not trained:
             return None, None
-        return ArrayRecord({key: Array(value) for key, value in new.items()}), metrics
+        return ArrayRecord({key: Array(np.asarray(value)) for key, value in new.items()}), metrics
 
     def round_record(self) -> RoundRecord:
         """What happened in the round aggregated last."""
@@ -235,17 +261,22 @@ class MultiTaskStrategy(Strategy):
         nodes = set(grid.get_node_ids())
         return sorted(client for client, node in self._node_of.items() if node in nodes and self._tasks_of(client))
 
-    def _link_s(self, client: str, arrays: ArrayRecord) -> float:
-        """Seconds to bring the arrays of the client's tasks there and back, as far as its link is known."""
+    def _transfer(self, client: str, arrays: ArrayRecord) -> _Transfer:
         profile = self.book.profile(client)
         mine = self._tasks_of(client)
         num_bytes = sum(len(array.data) for key, array in arrays.items() if split_key(key)[0] in mine)
-        rates = [rate for rate in (profile.downlink_bytes_per_s, profile.uplink_bytes_per_s) if rate]
-        return sum(num_bytes / rate for rate in rates) + 2 * (profile.latency_s or 0.0)
+        latency_s = profile.latency_s or 0.0
+        return _Transfer(
+            download_s=latency_s + (num_bytes / profile.downlink_bytes_per_s if profile.downlink_bytes_per_s else 0.0),
+            upload_s=latency_s + (num_bytes / profile.uplink_bytes_per_s if profile.uplink_bytes_per_s else 0.0),
+        )
 
-    def _problem(self, clients: Sequence[str], link_s: Mapping[str, float], held: Mapping[str, int]) -> LoadProblem:
+    def _problem(self, transfers: Mapping[str, _Transfer], held: Mapping[str, int]) -> LoadProblem:
         return LoadProblem(
-            clients=tuple(self.book.load_of(client, link_s=link_s[client]) for client in clients),
+            clients=tuple(
+                self.book.load_of(client, link_s=transfer.download_s + transfer.upload_s)
+                for client, transfer in transfers.items()
+            ),
             totals={task: max(1, round(self.options.examples_per_round * number)) for task, number in held.items()},
             min_load=self.options.min_load,
             max_load=self.options.max_load,
@@ -308,7 +339,14 @@ class MultiTaskStrategy(Strategy):
             if client not in found:
                 checked.append(checks.lost(plan))
                 continue
-            result = checks.check(found[client], plan, current.arrays, self._tasks_of(client), clock)
+            result = checks.check(
+                found[client],
+                plan,
+                current.arrays,
+                self._tasks_of(client),
+                clock=clock,
+                needs_loss=self.needs_loss,
+            )
             clock = clock or (result.report.clock if result.report else None)
             checked.append(result)
         return checked, strays

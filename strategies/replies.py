@@ -1,4 +1,4 @@
-"""Checks a client's reply to a plan, task by task: what may be aggregated; what may not gets one line with the reason."""
+"""Checks a client's reply to a plan, task by task: what may be aggregated, and in one line each what may not."""
 
 from __future__ import annotations
 
@@ -64,7 +64,13 @@ def lost(plan: Plan, text: str = "no reply") -> CheckedReply:
 
 
 def check(
-    reply: Message, plan: Plan, current: Mapping[str, NDArray], num_held: Mapping[str, int], clock: str | None = None
+    reply: Message,
+    plan: Plan,
+    current: Mapping[str, NDArray],
+    num_held: Mapping[str, int],
+    *,
+    clock: str | None = None,
+    needs_loss: bool = False,
 ) -> CheckedReply:
     """Check `reply` against its plan and the arrays the server sent.
 
@@ -74,6 +80,7 @@ def check(
         current: the server's arrays by key, whose keys, shapes and types a reply must have.
         num_held: examples of each task the client holds.
         clock: the clock that all reports of the round must use, where already known.
+        needs_loss: whether aggregation needs each task's training loss.
 
     Returns:
         The accepted updates, and one line for every task or reply refused. Never raises for a bad reply.
@@ -92,6 +99,8 @@ def check(
         entry = None
         try:
             entry = _task_report(report, task_plan)
+            if needs_loss and (entry.mean_loss is None or entry.mean_loss < 0):
+                raise _RefusedError(f"the strategy needs its mean training loss, at least 0, not {entry.mean_loss}")
             update = Update(
                 client=plan.client,
                 task=task_plan.task,
