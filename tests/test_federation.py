@@ -1,0 +1,216 @@
+"""The whole program in one process: settings, run loop, strategy, virtual fleet, ClientApp, runtime, tasks."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message
+
+from client_app.app import app as client_app
+from gpu_runtime.settings import flatten
+from server_app import run_loop
+from server_app.app import _with_fleet
+from server_app.evaluation import Evaluator
+from server_app.exchange import NoClientsError
+from server_app.history import RunHistory
+from server_app.settings import Settings
+from strategies.options import StrategyError
+from strategies.registry import build
+from tests.in_process_grid import InProcessGrid
+
+PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+DEFAULTS = flatten(PYPROJECT["tool"]["flwr"]["app"]["config"])
+GARAGE = ["workstation", "desktop", "laptop", "old-laptop"]
+TINY = {"suite": "tiny", "rounds": 2, "deterministic": True, "join-timeout-s": 1.5, "round-timeout-s": 5.0}
+
+Answer = Callable[[Message, Context], Message]
+
+
+def federate(
+    folder: Path,
+    *,
+    nodes: int = 4,
+    spoil: Callable[[InProcessGrid], None] | None = None,
+    app: Any = client_app,
+    shuffle: bool = False,
+    grid_seed: int = 0,
+    **changes: Any,
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Run a federation in this process; last weights and summary. Underscores in `changes` are dashes, two are dots."""
+    config = {**DEFAULTS, **TINY, **{key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}}
+    settings = Settings.from_run_config(config)
+    grid = InProcessGrid(app, nodes, seed=grid_seed, shuffle=shuffle, run_config=config)
+    if spoil:
+        spoil(grid)
+    folder.mkdir(parents=True, exist_ok=True)
+    history = RunHistory(folder, settings)
+    evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
+    strategy = build(settings.strategy, list(evaluator.tasks))
+    arrays = run_loop.run(_with_fleet(grid, settings), settings, strategy, evaluator, history)
+    history.finish()
+    return run_loop.to_numpy(arrays), json.loads((folder / "summary.json").read_text())
+
+
+def assert_equal(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> None:
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert value.tobytes() == two[key].tobytes(), key
+
+
+def spoiled(change: Callable[[Message], None], *, server_round: int = 1, client: str = "desktop") -> Answer:
+    """The ClientApp, except that the reply of `client` in `server_round` is changed before it is sent."""
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = client_app(message, context)
+        config = message.content.config_records.get("config", {})
+        now = message.metadata.message_type == "train" and config.get("server-round") == server_round
+        if now and json.loads(str(config["plan"]))["client"] == client:
+            change(reply)
+        return reply
+
+    return answer
+
+
+def edit_array(key: str, edit: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[Message], None]:
+    def change(reply: Message) -> None:
+        arrays = dict(reply.content["arrays"].items())
+        new = edit(arrays.pop(key).numpy().copy())
+        if new is not None:
+            arrays[key] = Array(new)
+        reply.content["arrays"] = ArrayRecord(arrays)
+
+    return change
+
+
+def first_key(task: str) -> str:
+    settings = Settings.from_run_config({**DEFAULTS, **TINY})
+    arrays = Evaluator(settings.task_refs, settings.data, settings.sharing).initial_arrays(1)
+    return next(key for key in arrays if key.startswith(f"{task}/"))
+
+
+@pytest.mark.parametrize("strategy", ["arch-sync", "fedavg", "fedadam", "fedprox"])
+def test_all_tasks_of_the_garage_train(tmp_path: Path, strategy: str) -> None:
+    weights, summary = federate(tmp_path, strategy__name=strategy)
+    start = Evaluator(("tiny-digits",), Settings.from_run_config({**DEFAULTS, **TINY}).data, _sharing()).initial_arrays(
+        1
+    )
+    assert any(not np.array_equal(weights[key], value) for key, value in start.items())
+    assert summary["strategy"] == strategy
+    for entry in summary["rounds"]:
+        assert sorted(entry["clients"]) == sorted(GARAGE)
+        assert entry["refused"] == []
+        assert {client["outcome"] for client in entry["clients"].values()} == {"trained"}
+        assert set(entry["tasks"]) == {"tiny-digits", "tiny-faces", "tiny-scenes"}
+        assert entry["makespan_s"] >= entry["bound_s"] * 0.5
+    assert summary["examples_per_s"] > 0
+    assert summary["bytes_up"] > 0
+
+
+def _sharing() -> Any:
+    return Settings.from_run_config({**DEFAULTS, **TINY}).sharing
+
+
+def test_all_strategies_train_the_same_number_of_examples(tmp_path: Path) -> None:
+    totals = []
+    for strategy, loads in (("arch-sync", "auto"), ("fedavg", "proportional"), ("fedavg", "equal")):
+        _, summary = federate(
+            tmp_path / f"{strategy}-{loads}", strategy__name=strategy, strategy__loads=loads, rounds=1
+        )
+        clients = summary["rounds"][0]["clients"].values()
+        totals.append(
+            {
+                task: sum(client["tasks"].get(task, {"examples": 0})["examples"] for client in clients)
+                for task in summary["final"]
+            }
+        )
+    assert totals[0] == totals[1] == totals[2]
+    assert all(total > 0 for total in totals[0].values())
+
+
+def test_weights_do_not_depend_on_reply_order_node_ids_or_cores(tmp_path: Path) -> None:
+    one, _ = federate(tmp_path / "one")
+    two, _ = federate(tmp_path / "two", shuffle=True, grid_seed=7, sharing__cores=1)
+    three, _ = federate(tmp_path / "three", shuffle=True, grid_seed=8, sharing__mode="sequential")
+    other, _ = federate(tmp_path / "other", seed=2)
+    assert_equal(one, two)
+    assert one.keys() == three.keys()
+    assert any(not np.array_equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize("how", ["raise", "unavailable", "silent"])
+def test_a_client_that_fails_costs_its_own_round_only(tmp_path: Path, how: str) -> None:
+    _, summary = federate(tmp_path, spoil=lambda grid: grid.fail_at(1, 1, how), round_timeout_s=2.0)
+    first, second = summary["rounds"]
+    assert first["clients"]["desktop"]["outcome"] in ("lost", "failed")
+    assert any("desktop" in line for line in first["refused"]) or first["clients"]["desktop"]["error"]
+    assert {first["clients"][name]["outcome"] for name in GARAGE if name != "desktop"} == {"trained"}
+    assert {client["outcome"] for client in second["clients"].values()} == {"trained"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda array: np.full_like(array, np.nan), "finite"),
+        (lambda array: None, "lacks"),
+        (lambda array: array[:1], "shape"),
+        (lambda array: array.astype(np.float64), "dtype"),
+    ],
+    ids=["nan", "missing-key", "odd-shape", "odd-dtype"],
+)
+def test_a_bad_reply_is_refused_by_name_and_the_run_goes_on(
+    tmp_path: Path, edit: Callable[[np.ndarray], np.ndarray | None], words: str
+) -> None:
+    key = first_key("tiny-digits")
+    weights, summary = federate(tmp_path, app=spoiled(edit_array(key, edit)))
+    (line,) = summary["rounds"][0]["refused"]
+    assert "desktop" in line
+    assert "tiny-digits" in line
+    assert words in line or key.partition("/")[2] in line
+    assert summary["rounds"][0]["clients"]["desktop"]["tasks"]["tiny-faces"]["outcome"] == "trained"
+    assert summary["rounds"][1]["refused"] == []
+    assert all(np.isfinite(value).all() for value in weights.values())
+
+
+def test_no_clients_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(NoClientsError, match=r"0 of at least 1 clients joined within 1\.5 s"):
+        federate(tmp_path, nodes=0)
+
+
+def test_a_round_that_nobody_finishes_ends_the_run_with_the_cause(tmp_path: Path) -> None:
+    def spoil(grid: InProcessGrid) -> None:
+        for client in range(4):
+            grid.fail_at(2, client, "raise")
+
+    with pytest.raises(RuntimeError, match="round 2: no client trained anything"):
+        federate(tmp_path, spoil=spoil)
+
+
+def test_real_nodes_hold_what_their_config_says(tmp_path: Path) -> None:
+    _, summary = federate(tmp_path, nodes=2, fleet__name="", rounds=1)
+    assert summary["clock"] == "measured"
+    assert sorted(summary["rounds"][0]["clients"]) == ["0", "1"]
+    assert summary["rounds"][0]["bound_s"] > 0
+
+
+def test_clients_evaluate_where_asked(tmp_path: Path) -> None:
+    _, summary = federate(tmp_path, rounds=1, strategy__client_evaluation=True)
+    assert 0 <= summary["rounds"][0]["client_metrics"]["tiny-digits/accuracy"] <= 1
+
+
+def test_more_nodes_than_the_fleet_has_clients(tmp_path: Path) -> None:
+    _, summary = federate(tmp_path, nodes=6, rounds=1)
+    assert len(summary["rounds"][0]["clients"]) == 6
+
+
+def test_one_node_alone(tmp_path: Path) -> None:
+    _, summary = federate(tmp_path, nodes=1, rounds=1)
+    assert list(summary["rounds"][0]["clients"]) == ["workstation"]
+
+
+def test_an_impossible_demand_names_the_constraint(tmp_path: Path) -> None:
+    with pytest.raises((StrategyError, ValueError), match="examples-per-round"):
+        federate(tmp_path, examples_per_round=3.0)
