@@ -90,11 +90,13 @@ def evaluate(message: Message, context: Context) -> Message:
     arrays = _arrays(message)
     tasks = {key.partition("/")[0] for key in arrays}
     held = [task for task in held_tasks(node, context, data) if _is_wanted(task, tasks)]
-    metrics: dict[str, int | float] = {"num-examples": 0}
+    metrics: dict[str, int | float | list[int] | list[float]] = {}
+    num_examples = 0
     for task, values in _runtime(sharing).evaluate(arrays, held, split="train").items():
-        metrics["num-examples"] += int(values["num-examples"])
+        num_examples += int(values["num-examples"])
         for name, value in values.items():
             metrics[f"{task}/{name}"] = int(value) if name == "num-examples" else float(value)
+    metrics["num-examples"] = num_examples
     return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
 
@@ -122,14 +124,14 @@ def _own_plan(
         TaskPlan(
             task=task.task,
             num_examples=math.ceil(task.num_examples * training.local_epochs),
-            proximal_mu=float(config.get("proximal-mu", 0.0)),
+            proximal_mu=float(str(config.get("proximal-mu", 0.0))),
         )
         for task in inventory.tasks
         if task.num_examples
     )
     return Plan(
         client=inventory.client,
-        server_round=int(config.get("server-round", 0)),
+        server_round=int(str(config.get("server-round", 0))),
         seed=seed,
         tasks=tasks,
         sharing_mode=sharing.mode,

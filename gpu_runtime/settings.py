@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
 
 
 # How each limit in a field's metadata reads, and when a value breaks it.
-_LIMITS = {
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "min": ("at least", lambda value, limit: value < limit),
     "above": ("above", lambda value, limit: value <= limit),
     "max": ("at most", lambda value, limit: value > limit),
 }
-_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
 
 
 def describe_range(metadata: Mapping[str, Any]) -> str:
@@ -119,14 +119,14 @@ def describe_range(metadata: Mapping[str, Any]) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _checked(key: str, value: Any, kind: type, metadata: Mapping[str, Any], faults: list[str]) -> Any:
+def _checked(key: str, value: Any, kind: Any, metadata: Mapping[str, Any], faults: list[str]) -> Any:
     """`value` as `kind`, or None after noting the fault."""
     if kind is float and type(value) is int:
         value = float(value)
     choices = metadata.get("choices")
     broken = (
         type(value) is not kind
-        or (kind is float and not math.isfinite(value))
+        or (isinstance(value, float) and not math.isfinite(value))
         or (choices and value not in choices)
         or any(breaks(value, metadata[name]) for name, (_, breaks) in _LIMITS.items() if metadata.get(name) is not None)
     )

@@ -130,7 +130,7 @@ def _task_options(text: str, faults: list[str]) -> tuple[dict[str, float], dict[
 
 def describe() -> list[tuple[str, Any, str]]:
     """Key, default and help of every setting, in order: what the config reference and pyproject.toml must show."""
-    rows = {}
+    rows: dict[str, tuple[str, Any, str]] = {}
     for section in SECTIONS:
         for key, field in keys_of(section).items():
             rows.setdefault(key, (key, field.default, field.metadata["help"]))

@@ -49,5 +49,5 @@ def test_no_messages_no_wait() -> None:
 
 
 def test_too_few_nodes_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(NoClientsError, match="2 of at least 3 clients joined within 0.2 s; start more SuperNodes"):
+    with pytest.raises(NoClientsError, match=r"2 of at least 3 clients joined within 0\.2 s; start more SuperNodes"):
         wait_for_nodes(InProcessGrid(echo, 2), 3, timeout_s=0.2)
