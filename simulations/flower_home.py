@@ -75,6 +75,7 @@ class FlowerHome:
             text=True,
             **self._popen_options(),
         )
+        self.tree.roots.add(self._commands.pid)
         for attempt in range(1, PORT_ATTEMPTS + 1):
             port = _free_port()
             if self._start_superlink(port):
@@ -125,6 +126,7 @@ class FlowerHome:
         commands = self._commands
         if commands is None or commands.stdin is None or commands.stdout is None:
             raise FlowerError("Flower has not been started")
+        self.tree.find()
         self._num_commands += 1
         files = {name: self.root / f"{self._num_commands}.{name}" for name in ("stdout", "stderr")}
         request = {"argv": list(argv), **{name: str(file) for name, file in files.items()}}
@@ -154,11 +156,10 @@ class FlowerHome:
 
     def close(self) -> None:
         """End every process of this run and remove its directory."""
-        roots = [process.pid for process in (self._superlink, self._commands) if process is not None]
         if self._commands is not None and self._commands.stdin is not None:
             with contextlib.suppress(OSError):
                 self._commands.stdin.close()
-        self.tree.end(roots)
+        self.tree.end()
         for process in (self._superlink, self._commands):
             if process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -175,6 +176,7 @@ class FlowerHome:
             self._superlink = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **self._popen_options()
             )
+        self.tree.roots.add(self._superlink.pid)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._superlink.poll() is not None:

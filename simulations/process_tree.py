@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 
 import psutil
 
@@ -35,35 +34,51 @@ def end_with_parent() -> None:
 class ProcessTree:
     """The processes of one run.
 
+    Look now and then while the run goes on: what was seen alive is also found while it is dying.
+
     Args:
         marker: (variable, value) that is in the environment of the run's processes and of no others.
+
+    Attributes:
+        roots: pids of the run's own children.
     """
 
     def __init__(self, marker: tuple[str, str]) -> None:
         self._marker = marker
+        self.roots: set[int] = set()
         self._before = {child.pid for child in psutil.Process().children()}
         self._seen: set[psutil.Process] = set()
 
-    def find(self, roots: Iterable[int] = ()) -> set[psutil.Process]:
+    def find(self) -> set[psutil.Process]:
         """Living processes of the run. Zombies that are ours to reap are reaped on the way, and so are those that
         their end makes ours."""
-        wanted = set(roots)
         while True:
-            found = self._scan(wanted)
-            zombies = {process for process in found if _is_zombie(process)}
-            self._seen = found - zombies
-            num_reaped = sum(_reap(zombie) for zombie in zombies)
+            num_reaped = 0
+            living = set()
+            for process in self._scan():
+                if not _is_zombie(process):
+                    living.add(process)
+                    continue
+                try:
+                    # 0 while other threads of the process are still ending.
+                    if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
+                        living.add(process)
+                    else:
+                        num_reaped += 1
+                except ChildProcessError:
+                    pass
+            self._seen = living
             if not num_reaped:
-                return set(self._seen)
+                return set(living)
 
-    def _scan(self, wanted: set[int]) -> set[psutil.Process]:
+    def _scan(self) -> set[psutil.Process]:
         own = os.getpid()
         parents: dict[int, list[psutil.Process]] = {}
         found = {process for process in self._seen if process.is_running()}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 parents.setdefault(process.ppid(), []).append(process)
-                if process.pid in wanted or self._is_marked(process):
+                if process.pid in self.roots or self._is_marked(process):
                     found.add(process)
         queue = list(found)
         while queue:
@@ -71,28 +86,27 @@ class ProcessTree:
                 if child not in found:
                     found.add(child)
                     queue.append(child)
-        # An orphan that was adopted and died before it was ever seen.
-        found |= {child for child in parents.get(own, []) if child.pid not in self._before and _is_zombie(child)}
+        # Adopted orphans that were never seen alive.
+        found |= {child for child in parents.get(own, []) if child.pid not in self._before and _is_dying(child)}
         return {process for process in found if process.pid != own}
 
-    def wait_gone(self, timeout_s: float, roots: Iterable[int] = ()) -> bool:
+    def wait_gone(self, timeout_s: float) -> bool:
         """Wait until no process of the run is left; False if some are after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        while self.find(roots):
+        while self.find():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
         return True
 
-    def end(self, roots: Iterable[int] = (), grace_s: float = 1.0) -> set[psutil.Process]:
+    def end(self, grace_s: float = 1.0) -> set[psutil.Process]:
         """Terminate what is left, kill what does not obey within `grace_s`, and return what even then remains."""
-        roots = list(roots)
         for ask, patience_s in ((psutil.Process.terminate, grace_s), (psutil.Process.kill, KILL_TIMEOUT_S)):
-            for process in self.find(roots):
+            for process in self.find():
                 with contextlib.suppress(psutil.Error):
                     ask(process)
             deadline = time.monotonic() + patience_s
-            while left := self.find(roots):
+            while left := self.find():
                 if time.monotonic() >= deadline:
                     break
                 if ask is psutil.Process.kill:
@@ -101,19 +115,19 @@ class ProcessTree:
                         with contextlib.suppress(psutil.Error):
                             process.kill()
                 time.sleep(_POLL_S)
-        return self.find(roots)
+        return self.find()
 
     def _is_marked(self, process: psutil.Process) -> bool:
         name, value = self._marker
         return bool(process.environ().get(name) == value)
 
 
-def _reap(process: psutil.Process) -> bool:
-    """Take a zombie off the process table; False if it is not this process's child."""
+def _is_dying(process: psutil.Process) -> bool:
+    """Whether a process is a zombie, or past the point where it still has an environment."""
     try:
-        return os.waitpid(process.pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return False
+        return _is_zombie(process) or not process.environ()
+    except psutil.Error:
+        return _is_zombie(process)
 
 
 def _is_zombie(process: psutil.Process) -> bool:
