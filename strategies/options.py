@@ -96,6 +96,8 @@ class StrategyOptions:
             check_name(self.name)
         except StrategyError as error:
             found.append(str(error))
+        if found:
+            return found
         if self.min_load > self.max_load:
             found.append(f"strategy.min-load {self.min_load:g} is above strategy.max-load {self.max_load:g}")
         elif not self.min_load <= self.examples_per_round <= self.max_load:

@@ -136,7 +136,7 @@ def fake_fleet(holdings: Mapping[str, Mapping[str, tuple[int, float]]] = HOLDING
     return [FakeClient(profile_of(client, tasks)) for client, tasks in holdings.items()]
 
 
-def bent_task(report: Report, task: str, **changes: Any) -> Report:
+def bent_task(report: Report, task: str, /, **changes: Any) -> Report:
     """`report` with the entry of one task changed."""
     return replace(
         report, tasks=tuple(replace(entry, **changes) if entry.task == task else entry for entry in report.tasks)

@@ -1,0 +1,92 @@
+"""Aggregation against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strategies.aggregation import mean_loss, normalised_average, other_arrays
+from strategies.replies import Update
+
+
+def update(client: str, value: float, num_examples: int, num_steps: int, **arrays: np.ndarray) -> Update:
+    return Update(
+        client=client,
+        task="t",
+        arrays={"t/w": np.full(2, value, dtype=np.float32), **{f"t/{key}": array for key, array in arrays.items()}},
+        num_examples=num_examples,
+        num_steps=num_steps,
+        num_held=10,
+        mean_loss=value,
+    )
+
+
+START = {"t/w": np.full(2, 1.0, dtype=np.float32)}
+
+
+def test_equal_steps_give_the_weighted_average() -> None:
+    found = normalised_average([update("a", 2.0, 30, 5), update("b", 6.0, 10, 5)], START)
+    np.testing.assert_array_equal(found["t/w"], np.full(2, 3.0, dtype=np.float32))
+    assert found["t/w"].dtype == np.float32
+
+
+def test_uneven_steps_are_normalised_as_in_fednova() -> None:
+    # p = (3/4, 1/4), tau = (6, 2): tau_eff = 5. Moves per step: (7 - 1) / 6 = 1 and (5 - 1) / 2 = 2.
+    # x = 1 + 5 * (3/4 * 1 + 1/4 * 2) = 7.25; the plain average would be 6.5.
+    found = normalised_average([update("a", 7.0, 30, 6), update("b", 5.0, 10, 2)], START)
+    np.testing.assert_allclose(found["t/w"], 7.25)
+
+
+def test_gradient_steps_of_unequal_length_keep_the_fixed_point() -> None:
+    """Two quadratics with optima -1 and 1: whoever makes ten times the steps must not pull the model to its side."""
+    x = 0.0
+    for _ in range(60):
+        updates = []
+        for client, optimum, steps in (("a", -1.0, 20), ("b", 1.0, 2)):
+            y = x
+            for _ in range(steps):
+                y -= 0.001 * (y - optimum)
+            updates.append(update(client, y, 10, steps))
+        x = float(normalised_average(updates, {"t/w": np.full(2, x, dtype=np.float32)})["t/w"][0])
+    assert abs(x) < 0.02
+
+
+def test_weights_by_examples_held() -> None:
+    found = normalised_average([update("a", 2.0, 30, 5), update("b", 6.0, 10, 5)], START, weighting="held")
+    np.testing.assert_array_equal(found["t/w"], np.full(2, 4.0, dtype=np.float32))
+
+
+def test_sums_are_in_float64_and_in_the_order_of_names() -> None:
+    rng = np.random.default_rng(0)
+    updates = [update(f"c{index}", float(rng.normal()) * 10.0 ** rng.integers(-6, 6), 7, 3) for index in range(9)]
+    ordered = normalised_average(updates, START)["t/w"]
+    for seed in range(5):
+        shuffled = list(np.random.default_rng(seed).permutation(np.array(updates, dtype=object)))
+        assert normalised_average(shuffled, START)["t/w"].tobytes() == ordered.tobytes()
+
+
+def test_counters_are_taken_over_and_statistics_averaged_without_normalising() -> None:
+    def with_buffers(client: str, num_examples: int, steps: int, var: float) -> Update:
+        return update(
+            client, 1.0, num_examples, steps,
+            num_batches_tracked=np.asarray(steps), flag=np.asarray(steps > 5), running_var=np.asarray(var),
+        )  # fmt: skip
+
+    start = {
+        **START,
+        "t/num_batches_tracked": np.asarray(0),
+        "t/flag": np.asarray(False),
+        "t/running_var": np.asarray(1.0),
+    }
+    updates = [with_buffers("b", 30, 10, 2.0), with_buffers("a", 10, 1, 6.0), with_buffers("c", 30, 3, 2.0)]
+    for found in (normalised_average(updates, start), other_arrays(updates, start)):
+        assert found["t/num_batches_tracked"] == 10  # b: heaviest, first by name
+        assert found["t/num_batches_tracked"].dtype == np.int64
+        assert found["t/flag"].dtype == np.bool_
+        assert found["t/flag"]
+        assert found["t/running_var"] == pytest.approx((30 * 2 + 10 * 6 + 30 * 2) / 70)
+
+
+def test_mean_loss_is_over_examples() -> None:
+    assert mean_loss([update("a", 1.0, 30, 1), update("b", 3.0, 10, 1)]) == pytest.approx(1.5)
+    assert mean_loss([]) is None
