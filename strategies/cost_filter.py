@@ -68,23 +68,23 @@ class CostFilter:
         """Time has passed: old knowledge is worth a little less."""
         self._covariance = self._covariance + np.eye(len(self._mean)) * DRIFT_SIGMA**2
 
-    def correct(self, client: str, seconds: float, expected_s: float, slope: Floats) -> None:
-        """One report: work took `seconds` where `expected_s` were expected under the present factors."""
+    def correct(
+        self, client: str, seconds: float, expected_s: float, slope: Floats, sigma: float = REPORT_SIGMA
+    ) -> None:
+        """One report: work took `seconds`, known to `sigma`, where the present factors lead to expect `expected_s`."""
         if not (math.isfinite(seconds) and seconds > 0 and expected_s > 0):
             return
         residual = math.log(seconds / expected_s)
-        variance = float(slope @ self._covariance @ slope) + REPORT_SIGMA**2
+        variance = float(slope @ self._covariance @ slope) + sigma**2
         if abs(residual) > max(CLIP_SIGMAS * math.sqrt(variance), math.log(SURPRISE_FACTOR)):
             agrees = self._surprise != 0.0 and abs(residual - self._surprise) < math.log(SURPRISE_FACTOR)
             if abs(residual) > math.log(LIMIT_FACTOR) or not agrees:
-                log.warning(
-                    "client %s: work took %.3g s instead of %.3g s; not believed yet", client, seconds, expected_s
-                )
+                log.info("client %s: work took %.3g s instead of %.3g s; not believed yet", client, seconds, expected_s)
                 self._surprise = residual
                 return
             # The client has changed: what was known of its speed is void.
             self._covariance = self._covariance + np.outer(slope, slope) / float(slope @ slope) * residual**2
-            variance = float(slope @ self._covariance @ slope) + REPORT_SIGMA**2
+            variance = float(slope @ self._covariance @ slope) + sigma**2
         self._surprise = 0.0
         reach = CLIP_SIGMAS * math.sqrt(variance)
         gain = self._covariance @ slope / variance

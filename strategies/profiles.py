@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from gpu_runtime.contracts import TRAINED, Profile, Report, TaskCost, TaskProfile, TaskReport
-from strategies.cost_filter import GUESS_SIGMA, PRIOR_SIGMA, CostFilter
+from strategies.cost_filter import GUESS_SIGMA, PRIOR_SIGMA, REPORT_SIGMA, CostFilter, Floats
 from strategies.load_assignment import ClientLoad, TaskLoad
 
 # For a task whose cost no client has measured. Loads then follow the examples held.
 UNKNOWN_COST = TaskCost(demand=1.0, solo_cost_s=1.0, speed_curve=((1.0, 1.0),))
-# The least part of a report that is work, however long the profile's fixed seconds claim to be.
-LEAST_WORK_FRACTION = 0.1
+# Work that is a smaller part of the reported seconds than this, the rest being transfer and fixed seconds, teaches
+# nothing about costs.
+LEAST_WORK_FRACTION = 0.01
 
 
 class ProfileBook:
@@ -82,9 +83,9 @@ class ProfileBook:
         if self.sharing_mode == "sequential":
             self._learn_in_turn(report.client, done, before_s)
         else:
-            self._learn_mix(report.client, done, _work_s(report.seconds, before_s + upload_s))
+            self._learn_mix(report.client, done, report.seconds, before_s + upload_s)
 
-    def _learn_mix(self, client: str, done: Mapping[str, TaskReport], seconds: float) -> None:
+    def _learn_mix(self, client: str, done: Mapping[str, TaskReport], seconds: float, other_s: float) -> None:
         """Either the device was the limit (a sum over tasks), or one task was, which runs no faster than alone."""
         load, corrections = self.load_of(client), self._filter(client)
         device_s = {
@@ -94,10 +95,10 @@ class ProfileBook:
         slowest = max(sorted(alone_s), key=lambda task: alone_s[task])
         if alone_s[slowest] > sum(device_s.values()):
             slope = corrections.slope({slowest: alone_s[slowest]}, device=False)
-            corrections.correct(client, seconds, alone_s[slowest], slope)
+            _correct(corrections, client, seconds, other_s, alone_s[slowest], slope)
         else:
             slope = corrections.slope(device_s, device=True)
-            corrections.correct(client, seconds, sum(device_s.values()), slope)
+            _correct(corrections, client, seconds, other_s, sum(device_s.values()), slope)
 
     def _learn_in_turn(self, client: str, done: Mapping[str, TaskReport], before_s: float) -> None:
         """Tasks ran one after another, so each one's own seconds are seen: from the end of the one before it."""
@@ -108,7 +109,7 @@ class ProfileBook:
             last_end_s = entry.seconds
             expected_s = self.load_of(client).tasks[entry.task].solo_cost_s * entry.num_examples
             slope = corrections.slope({entry.task: expected_s}, device=False)
-            corrections.correct(client, _work_s(own_s, before_s), expected_s, slope)
+            _correct(corrections, client, own_s, before_s, expected_s, slope)
             before_s = 0.0
 
     def _filter(self, client: str) -> CostFilter:
@@ -143,5 +144,10 @@ def _held(profile: Profile) -> list[TaskProfile]:
     return [task for task in profile.tasks if task.num_examples > 0]
 
 
-def _work_s(seconds: float, before_s: float) -> float:
-    return max(seconds - before_s, LEAST_WORK_FRACTION * seconds)
+def _correct(
+    corrections: CostFilter, client: str, seconds: float, other_s: float, expected_s: float, slope: Floats
+) -> None:
+    """`seconds` were reported, of which `other_s` were no work. The smaller the part that was, the less it tells."""
+    work_s = seconds - other_s
+    if seconds > 0 and work_s > LEAST_WORK_FRACTION * seconds:
+        corrections.correct(client, work_s, expected_s, slope, sigma=REPORT_SIGMA * seconds / work_s)
