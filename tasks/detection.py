@@ -51,7 +51,7 @@ def cell_boxes(outputs: torch.Tensor) -> torch.Tensor:
 def grid_loss(outputs: torch.Tensor, targets: GridTargets) -> torch.Tensor:
     """Mean over images of: objectness BCE over cells, and (1 - GIoU) and class cross-entropy over objects.
 
-    Sums over cells are divided by constants, never by a count over the batch, so that the loss of a batch is the mean of
+    Sums over cells are divided by constants, never by a count over the batch: the loss of a batch must be the mean of
     the losses of its micro-batches.
     """
     objectness, boxes, classes = targets
@@ -88,7 +88,7 @@ def _overlap_union(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torc
 def decode(outputs: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """Predictions per image, at most MAX_BOXES_PER_IMAGE, best first: `boxes` (K, 4), `scores` (K,), `labels` (K,).
 
-    The score of a class in a cell is objectness times class probability; of boxes of one class that overlap by more than
+    A class scores objectness times its probability in a cell. Of boxes of one class that overlap by more than
     an IoU of 0.5 only the best stays (greedy NMS, all images at once).
     """
     count = len(outputs)
@@ -112,6 +112,6 @@ def decode(outputs: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 def true_boxes(targets: GridTargets) -> list[dict[str, torch.Tensor]]:
     """The objects of each image, back from the cells: `boxes` (K, 4) and `labels` (K,)."""
     return [
-        {"boxes": boxes[cells > 0], "labels": classes[cells > 0]}
-        for cells, boxes, classes in zip(*targets, strict=True)
+        {"boxes": boxes[found > 0], "labels": classes[found > 0]}
+        for found, boxes, classes in zip(*targets, strict=True)
     ]

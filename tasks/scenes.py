@@ -17,6 +17,8 @@ from tasks.sources import packaged_file
 
 REGIONS = ("building", "vegetation", "road")
 PHOTOS = ("brick", "grass", "gravel")
+# Each surface has its own tone, as in daylight: lowest and highest (contrast, brightness). The ranges overlap.
+TONES = (((0.45, 0.16), (0.60, 0.26)), ((0.45, 0.05), (0.60, 0.15)), ((0.40, 0.0), (0.55, 0.06)))
 OBJECT = len(REGIONS)
 NUM_MASK_CLASSES = len(REGIONS) + 1
 
@@ -131,7 +133,7 @@ def _compose_chunk(
     ink = rng.uniform(0.85, 1.0, size=(count, 1, 1)).astype(np.float32)
     images += opacity * (ink - images)
     masks[opacity > _INK] = OBJECT
-    return (images[:, None] - 0.45) / 0.25, masks, boxes, classes
+    return (images[:, None] - 0.35) / 0.2, masks, boxes, classes
 
 
 def _voronoi(rng: np.random.Generator, count: int, num_kinds: int, style: SceneStyle) -> np.ndarray:
@@ -158,7 +160,7 @@ def _textured(rng: np.random.Generator, masks: np.ndarray, photos: Sequence[np.n
     for kind, photo in enumerate(photos):
         windows = np.lib.stride_tricks.sliding_window_view(photo, (side, side))
         texture = windows[rng.integers(windows.shape[0], size=count), rng.integers(windows.shape[1], size=count)]
-        contrast, brightness = rng.uniform((0.5, 0.0), (0.8, 0.15), size=(count, 2)).astype(np.float32).T
+        contrast, brightness = rng.uniform(*TONES[kind], size=(count, 2)).astype(np.float32).T
         texture = texture * contrast[:, None, None] + brightness[:, None, None]
         np.copyto(images, texture, where=masks == kind)
     return images
