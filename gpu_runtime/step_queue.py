@@ -45,8 +45,9 @@ class Entry:
     tried: dict[int, int] = field(default_factory=dict)
 
     @property
-    def left_fraction(self) -> float:
-        return 1.0 - self.work.examples_done / self.work.num_examples
+    def due_fraction(self) -> float:
+        """When its next step should be over on a line from the start (0) to the common finish (1)."""
+        return min(1.0, (self.work.examples_done + self.work.batch_size) / self.work.num_examples)
 
     @property
     def left_s(self) -> float:
@@ -68,15 +69,15 @@ class Entry:
 def next_in_line(candidates: Sequence[Entry], unfinished: Sequence[Entry], lanes: int) -> Entry:
     """The task furthest behind its equal-finish line.
 
-    The line lets all tasks reach their end together: the task with most of its work left is furthest behind. A task
-    that has as much to do as all lanes can share out evenly cannot wait at all (a task runs in one lane at a time), so
-    such tasks go first, the longest of them before the others.
+    On the lines that let all tasks reach their end together each step has its time; the step that is due first goes
+    first. A task that has as much to do as all lanes can share out evenly cannot wait at all (a task runs in one lane
+    at a time), so such tasks go before all others, the longest of them first.
     """
     even_s = sum(entry.left_s for entry in unfinished) / lanes
     critical = [entry for entry in candidates if entry.left_s >= even_s]
     if critical:
         return max(critical, key=lambda entry: entry.left_s)
-    return max(candidates, key=lambda entry: (entry.left_fraction, entry.left_s))
+    return min(candidates, key=lambda entry: (entry.due_fraction, -entry.left_s))
 
 
 class StepQueue:

@@ -95,7 +95,7 @@ def _run_mix(device: Device, mix: str, seconds: float, pairs: int) -> dict[str, 
     weights = MIXES[mix]
     workloads = {task: build(task, DataSpec()) for task in weights}
     # Twin tasks of one kind share a measurement; nothing is kept on disk, so that a benchmark measures now.
-    profiler = Profiler(budget_s=1.0, use_disk=False)
+    profiler = Profiler(budget_s=min(1.0, seconds), use_disk=False)
     costs = {task: profiler.cost(workload, device) for task, workload in workloads.items()}
     loads = [_load(task, weights, costs[task], workloads[task].batch_size, seconds) for task in weights]
     variants: dict[str, Callable[[], float]] = {

@@ -164,8 +164,9 @@ def hold(*refs: str) -> list[HeldTask]:
 def start_arrays(*refs: str) -> dict[str, np.ndarray]:
     arrays = {}
     for ref in refs:
-        torch.manual_seed(len(ref))
-        model = build(ref, DataSpec()).build_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(len(ref))
+            model = build(ref, DataSpec()).build_model()
         arrays.update({array_key(ref, name): value.numpy().copy() for name, value in model.state_dict().items()})
     return arrays
 
