@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from simulations.process_tree import ProcessTree, end_with_parent
+from simulations.process_tree import ProcessTree, end_with_parent, marker_of
 
 # Ray's sockets lie up to 68 characters below the private directory, whose own name has 18, and a socket's path has at
 # most 107.
@@ -46,7 +46,7 @@ class FlowerHome:
     def __init__(self, log_file: Path) -> None:
         self.log_file = log_file
         self.root = Path(tempfile.mkdtemp(prefix="paceline-", dir=_short_base()))
-        self.tree = ProcessTree(("FLWR_HOME", str(self.root / "flwr")))
+        self.tree = ProcessTree(marker_of(str(self.root)))
         self._environment = environment(self.root)
         self._superlink: subprocess.Popen[bytes] | None = None
         self._commands: subprocess.Popen[str] | None = None
@@ -68,12 +68,14 @@ class FlowerHome:
             (self.root / folder).mkdir(exist_ok=True)
         # Loads while the SuperLink starts.
         self._commands = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).parent / "flower_commands.py")],
+            [sys.executable, "-P", str(Path(__file__).parent / "flower_commands.py"), str(self.root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            **self._popen_options(),
+            env=self._environment,
+            cwd=self.root / "cwd",
+            start_new_session=True,
         )
         self.tree.roots.add(self._commands.pid)
         for attempt in range(1, PORT_ATTEMPTS + 1):
@@ -158,6 +160,7 @@ class FlowerHome:
         """End every process of this run and remove its directory."""
         if self._commands is not None and self._commands.stdin is not None:
             with contextlib.suppress(OSError):
+                self._commands.stdin.write("null\n")
                 self._commands.stdin.close()
         self.tree.end()
         for process in (self._superlink, self._commands):
@@ -174,7 +177,15 @@ class FlowerHome:
         command += ["--host", "127.0.0.1", "--port", str(port)]
         with self.log_file.open("ab") as log:
             self._superlink = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **self._popen_options()
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                cwd=self.root / "cwd",
+                # Keeps Ctrl-C in the terminal away from Flower's processes: they are ended in order.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self.tree.roots.add(self._superlink.pid)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -185,15 +196,6 @@ class FlowerHome:
                 return True
             time.sleep(0.05)
         raise FlowerError(f"flower-superlink does not answer after {START_TIMEOUT_S:g} s; its log: {self.log_file}")
-
-    def _popen_options(self) -> dict[str, Any]:
-        """A session of their own keeps Ctrl-C in the terminal away from Flower's processes: we end them in order."""
-        return {
-            "env": self._environment,
-            "cwd": self.root / "cwd",
-            "start_new_session": True,
-            "preexec_fn": end_with_parent,
-        }
 
 
 def environment(root: Path) -> dict[str, str]:

@@ -21,14 +21,19 @@ _POLL_S = 0.05
 KILL_TIMEOUT_S = 10.0
 
 
-def adopt_orphans() -> None:
-    """On Linux: make processes whose parent ended children of this one, so that they can be seen and reaped."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(wanted: bool = True) -> None:
+    """On Linux: make descendants whose parent ended children of this process, so that they can be seen and reaped."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def end_with_parent() -> None:
     """On Linux: let the calling process be terminated when its parent dies, even by SIGKILL. For `preexec_fn`."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def marker_of(root: str) -> tuple[str, str]:
+    """What the environment of every process of a run has: Flower's home below the run's private directory."""
+    return "FLWR_HOME", os.path.join(root, "flwr")
 
 
 class ProcessTree:

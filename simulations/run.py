@@ -155,6 +155,9 @@ def run(request: RunRequest, progress: Progress) -> RunOutcome:
             run_id = home.submit(request.app, config_file, request.federation())
         except FlowerError as error:
             return RunOutcome(cause=str(error), folder=None, summary={})
+        except Interrupted:
+            log_file.unlink(missing_ok=True)
+            raise
         folder = request.out_dir / run_id
         folder.mkdir(exist_ok=True)
         log_file = log_file.rename(folder / "superlink.log")

@@ -6,7 +6,6 @@ The difference between the two, a hidden factor on each task's cost, is what a g
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import random
 from collections.abc import Mapping
@@ -17,17 +16,20 @@ from simulations.fleet import Fleet, FleetClient
 from simulations.task_costs import RecordedCosts, scaled
 from simulations.virtual_clock import Timeline, Work, run_device, transfer_s
 
-log = logging.getLogger("paceline.fleet")
-
 
 class VirtualDevice:
-    """A client of a fleet on the virtual clock. All randomness follows from the seed and names."""
+    """A client of a fleet on the virtual clock. All randomness follows from the seed and names.
+
+    Attributes:
+        unrecorded: tasks whose cost is not on record and comes from real seconds.
+    """
 
     def __init__(self, client: FleetClient, fleet: Fleet, recorded: RecordedCosts, seed: int) -> None:
         self._client = client
         self._fleet = fleet
         self._recorded = recorded
         self._seed = seed
+        self.unrecorded: set[str] = set()
         self._costs: dict[str, TaskCost] = {
             task: scaled(cost, 1 / client.kind.speed) for task, cost in recorded.tasks.items()
         }
@@ -44,13 +46,8 @@ class VirtualDevice:
         kind = self._client.kind
         for task in answer.tasks:
             if task.task not in self._costs and task.cost is not None:
-                log.warning(
-                    "no recorded cost of task %r: client %r uses a measured one, so its virtual seconds will differ "
-                    "from run to run; record it with python -m simulations.record_costs",
-                    task.task,
-                    self._client.name,
-                )
                 self._costs[task.task] = scaled(task.cost, 1 / kind.speed)
+                self.unrecorded.add(task.task)
         return replace(
             answer,
             client=self._client.name,
@@ -75,7 +72,9 @@ class VirtualDevice:
         for task in report.tasks:
             examples[task.task] = _examples_worked(task, planned.get(task.task))
             if task.task not in self._costs and task.num_examples > 0 and task.seconds > 0:
-                self._costs[task.task] = self._guessed(task.task, task.seconds / task.num_examples)
+                seconds = task.seconds / task.num_examples / self._client.kind.speed
+                self._costs[task.task] = TaskCost(demand=1.0, solo_cost_s=seconds, speed_curve=((1.0, 1.0),))
+                self.unrecorded.add(task.task)
         timeline = self._run(examples, plan, report.server_round, bytes_down, bytes_up)
         tasks = tuple(
             replace(task, seconds=timeline.finish_s[task.task]) if task.task in timeline.finish_s else task
@@ -126,11 +125,6 @@ class VirtualDevice:
             download_s=transfer_s(bytes_down, kind.downlink_bytes_per_s, latency_s),
             upload_s=transfer_s(bytes_up, kind.uplink_bytes_per_s, latency_s),
         )
-
-    def _guessed(self, task: str, seconds_per_example: float) -> TaskCost:
-        log.warning("client %r: cost of task %r taken from its first round's real seconds", self._client.name, task)
-        curve = ((1.0, 1.0),)
-        return TaskCost(demand=1.0, solo_cost_s=seconds_per_example / self._client.kind.speed, speed_curve=curve)
 
     def _random(self, *what: object) -> random.Random:
         words: list[object] = [self._seed, self._fleet.name, self._client.name, *what]

@@ -40,6 +40,7 @@ NODE_UNAVAILABLE = 5
 
 PROFILE = "query.profile"
 POLL_S = 0.1
+HOLD_FRACTION = 0.95
 
 T = TypeVar("T", Profile, Report)
 
@@ -86,8 +87,11 @@ class VirtualGrid(Grid):
         clock: "virtual", or "measured" to keep real seconds (then only holdings and dropout are simulated).
         costs: recorded task costs; by default those the fleet names.
         identity_timeout_s: real seconds a node may take to say which partition it is.
-        hold_s: real seconds after which a round's missing replies are given up and the others delivered. Keep it
-            below the run's own round timeout.
+        hold_s: real seconds that the run waits for a round's replies. Shortly before they are over the missing ones
+            are given up, so that the others are delivered in time.
+
+    Attributes:
+        notes: what a reader of the run's results should know, each once.
     """
 
     def __init__(
@@ -111,7 +115,8 @@ class VirtualGrid(Grid):
         self._clock = clock
         self._costs = costs or load_costs(fleet.costs)
         self._identity_timeout_s = identity_timeout_s
-        self._hold_s = hold_s
+        self._hold_s = HOLD_FRACTION * hold_s
+        self.notes: list[str] = []
         self._partitions: dict[int, int] = {}
         self._left_out: dict[int, str] = {}
         self._asked: dict[str, int] = {}
@@ -293,6 +298,7 @@ class VirtualGrid(Grid):
             self._rewrite(reply, "profile", Profile, device.profile)
         if sent.batch is not None:
             finish_s = self._virtual_finish_s(sent, device, reply)
+        self._note_unrecorded(device)
         if _is_train(sent.message) and device.loses_reply(sent.server_round):
             error = Error(
                 code=NODE_UNAVAILABLE, reason=f"reply of client {sent.client.name!r} lost (simulated dropout)"
@@ -321,6 +327,16 @@ class VirtualGrid(Grid):
             if report is not None:
                 finish_s = report.seconds
         return finish_s
+
+    def _note_unrecorded(self, device: VirtualDevice) -> None:
+        for task in device.unrecorded:
+            text = (
+                f"no recorded cost of task {task!r}: measured ones are used, so virtual seconds differ from run to "
+                "run; record it with python -m simulations.record_costs"
+            )
+            if text not in self.notes:
+                self.notes.append(text)
+                log.warning("%s", text)
 
     def _rewrite(self, reply: Message, name: str, kind: type[T], change: Callable[[T], T]) -> T | None:
         """Replace a JSON value of the reply. One that cannot be read stays, for the strategy to refuse."""

@@ -128,7 +128,7 @@ def test_a_client_without_tasks_is_named() -> None:
 
 def test_a_skipped_task_that_the_run_lacks_is_named_with_the_nearest() -> None:
     fleet = parse_fleet("mine", '[[client]]\nname = "a"\nskip-tasks = ["digit"]\n')
-    with pytest.raises(FleetError, match="skips task 'digit', which this run does not have.*'digits'"):
+    with pytest.raises(FleetError, match=r"skips task 'digit', which this run does not have.*'digits'"):
         fleet.deal(2, DRIVING)
 
 
