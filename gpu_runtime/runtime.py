@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -40,14 +37,9 @@ from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
 from gpu_runtime.work import Work
 from gpu_runtime.workload import Workload, WorkloadFactory
+from gpu_runtime.workload_cache import WorkloadCache
 
-# Workloads kept: a simulation serves many clients in one process, each with its own part of the data.
-MAX_WORKLOADS = 256
 DEFAULT_SHARING = SharingSettings()
-
-
-class FactoryError(ValueError):
-    """A workload factory that cannot be found; the text says why."""
 
 
 class EvaluationError(RuntimeError):
@@ -117,12 +109,11 @@ class EmbeddedRuntime(Runtime):
         *,
         budget_s: float = 3.0,
     ) -> None:
-        self._factory = resolve_factory(factory) if isinstance(factory, str) else factory
         self._sharing = sharing
         self._profiler = Profiler(budget_s=budget_s)
         self._working = threading.Lock()
         self._cancel = threading.Event()
-        self._workloads: OrderedDict[HeldTask, Workload] = OrderedDict()
+        self._workloads = WorkloadCache(factory)
         self._costs: dict[tuple[str, int], TaskCost] = {}
         self._device: Device | None = None
 
@@ -139,7 +130,7 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             for each in held:
                 try:
-                    workload = self._workload(each)
+                    workload = self._workloads.get(each)
                     cost = self._profiler.cost(workload, self.device) if measure else None
                     if cost is not None:
                         self._costs[workload.name, workload.batch_size] = cost
@@ -212,7 +203,7 @@ class EmbeddedRuntime(Runtime):
             self._cancel.clear()
             for each in held:
                 try:
-                    workload = self._workload(each)
+                    workload = self._workloads.get(each)
                     if workload.name not in by_task:
                         continue
                     examples = workload.test_examples() if split == "test" else workload.train_examples()
@@ -249,15 +240,6 @@ class EmbeddedRuntime(Runtime):
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _workload(self, held: HeldTask) -> Workload:
-        """The workload of a held task. Equal holdings share one: a workload keeps no state between calls."""
-        if held not in self._workloads:
-            self._workloads[held] = self._factory(held.ref, held.data)
-            if len(self._workloads) > MAX_WORKLOADS:
-                self._workloads.popitem(last=False)
-        self._workloads.move_to_end(held)
-        return self._workloads[held]
-
     def _trainings(
         self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]
     ) -> tuple[list[TaskTraining], list[TaskReport]]:
@@ -266,7 +248,7 @@ class EmbeddedRuntime(Runtime):
         unbuilt: list[str] = []
         for each in held:
             try:
-                workload = self._workload(each)
+                workload = self._workloads.get(each)
                 workloads[workload.name] = workload
             except Exception as error:  # a user's task may raise anything; the others go on
                 unbuilt.append(f"{each.ref}: {one_line(error)}")
@@ -306,20 +288,6 @@ class EmbeddedRuntime(Runtime):
             speed_curve=cost.speed_curve if cost else (),
             maximum_share=cap,
         )
-
-
-def resolve_factory(reference: str) -> WorkloadFactory:
-    """The function at "package.module:function". Raises FactoryError."""
-    module_name, colon, attribute = reference.partition(":")
-    if not colon or not module_name or not attribute:
-        raise FactoryError(f"factory {reference!r} is not of the form 'package.module:function'")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise FactoryError(f"factory {reference!r} cannot be loaded: {one_line(error)}") from None
-    if not callable(factory):
-        raise FactoryError(f"factory {reference!r} is not callable")
-    return cast(WorkloadFactory, factory)
 
 
 @functools.cache

@@ -27,9 +27,10 @@ from gpu_runtime.contracts import (
     to_json,
 )
 from gpu_runtime.device import Device
-from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError, FactoryError
+from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.workload import Workload
+from gpu_runtime.workload_cache import FactoryError
 
 REFS = ("pictures", "dropping", "normed", "rows")
 
@@ -233,7 +234,7 @@ def test_clients_with_different_data_do_not_share_a_workload() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_runtime.runtime.MAX_WORKLOADS", 2)
+    monkeypatch.setattr("gpu_runtime.workload_cache.MAX_WORKLOADS", 2)
     made = runtime()
     for index in range(5):
         made.profile("x", [HeldTask(ref="rows", data=DataSpec(seed=index))], measure=False)
