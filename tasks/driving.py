@@ -111,7 +111,7 @@ class Detection(Task):
         corner[:, 1] += 0.5
         boxes = torch.cat([corner, corner + 0.25], dim=-1)
         classes = torch.randint(NUM_DIGIT_CLASSES, (batch_size, 2), generator=generator)
-        return _noise(batch_size, generator), encode(boxes, classes, NUM_CELLS)
+        return _noise(batch_size, STYLE, generator), encode(boxes, classes, NUM_CELLS)
 
 
 class Segmentation(Task):
@@ -121,10 +121,15 @@ class Segmentation(Task):
     batch_size: ClassVar[int] = 16
     learning_rate: ClassVar[float] = 0.003
     primary_metric: ClassVar[str] = "miou"
+    style: ClassVar[SceneStyle] = STYLE
 
     def build_model(self) -> UNet:
         """U-Net of width 16, 84 thousand parameters."""
         return UNet(NUM_MASK_CLASSES)
+
+    def scenes(self) -> tuple[Scenes, Scenes]:
+        """Training and test scenes."""
+        return driving_scenes(self.data.seed)
 
     def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Cross-entropy over pixels, the mean over scenes."""
@@ -139,8 +144,8 @@ class Segmentation(Task):
         return torch.optim.Adam(parameters, lr=learning_rate)
 
     def load(self) -> TaskData:
-        """The scenes of `Detection` with their masks; the partition label is the commonest region."""
-        train, test = driving_scenes(self.data.seed)
+        """The scenes with their masks; the partition label of a scene is its commonest region."""
+        train, test = self.scenes()
         return TaskData(
             train=TensorExamples(inputs=train.images, targets=train.masks),
             test=TensorExamples(inputs=test.images, targets=test.masks),
@@ -149,9 +154,9 @@ class Segmentation(Task):
 
     def synthetic_batch(self, batch_size: int, generator: torch.Generator) -> tuple[Any, Any]:
         """Normal pixels, uniform classes."""
-        shape = (batch_size, STYLE.side, STYLE.side)
+        shape = (batch_size, self.style.side, self.style.side)
         masks = torch.randint(NUM_MASK_CLASSES, shape, generator=generator, dtype=torch.uint8)
-        return _noise(batch_size, generator), masks
+        return _noise(batch_size, self.style, generator), masks
 
 
 def main_region(masks: torch.Tensor) -> Any:
@@ -165,5 +170,5 @@ def _detection_examples(scenes: Scenes) -> TensorExamples:
     return TensorExamples(inputs=scenes.images, targets=targets)
 
 
-def _noise(batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(batch_size, 1, STYLE.side, STYLE.side, generator=generator)
+def _noise(batch_size: int, style: SceneStyle, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(batch_size, 1, style.side, style.side, generator=generator)

@@ -62,7 +62,7 @@ class DetectionMap:
         self._metric = MeanAveragePrecision(
             iou_thresholds=[0.5],
             max_detection_thresholds=[1, 10, MAX_BOXES_PER_IMAGE],
-            backend="faster_coco_eval",
+            backend="pycocotools",
         )
         self._metric.warn_on_many_detections = False
         self._num_objects = 0

@@ -26,7 +26,7 @@ def conv_unit(channels_in: int, channels_out: int, *, stride: int = 1) -> nn.Seq
 
 
 class LeNet(BlockModel):
-    """Two convolutions and two dense layers for 28x28 gray images, after LeCun et al. 1998, with GroupNorm."""
+    """Two convolutions and three dense layers for 28x28 gray images, after LeCun et al. 1998, with GroupNorm."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(
@@ -68,7 +68,8 @@ class GridDetector(BlockModel):
             }
         )
         head = self.blocks.get_submodule("head")
-        assert isinstance(head, nn.Conv2d) and head.bias is not None
+        assert isinstance(head, nn.Conv2d)
+        assert head.bias is not None
         nn.init.zeros_(head.bias)
         # Most cells are empty: starting there spares the first steps (Lin et al. 2017, section 4.1).
         nn.init.constant_(head.bias[:1], _EMPTY_CELL_LOGIT)
@@ -117,5 +118,82 @@ class UNet(BlockModel):
                 "up1": Merge(nn.Conv2d(4 * w, 2 * w, 1), conv_unit(2 * w, 2 * w)),
                 "up0": Merge(nn.Conv2d(2 * w, w, 1), conv_unit(w, w)),
                 "head": nn.Sequential(nn.Conv2d(w, 4 * num_classes, 1), nn.PixelShuffle(2)),
+            }
+        )
+
+
+class SmallConvNet(BlockModel):
+    """Two convolutions and a dense head for tiny gray images (8 to 32 pixels a side)."""
+
+    def __init__(self, num_classes: int, width: int = 16) -> None:
+        super().__init__(
+            {
+                "conv1": conv_unit(1, width),
+                "conv2": conv_unit(width, 2 * width, stride=2),
+                "pool": nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+                "head": nn.Linear(32 * width, num_classes),
+            }
+        )
+
+
+class Residual(nn.Module):
+    """Basic block of He et al. 2016 with GroupNorm; a 1x1 convolution matches the shortcut where shapes change."""
+
+    def __init__(self, channels_in: int, channels_out: int, *, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            conv_unit(channels_in, channels_out, stride=stride),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+            nn.GroupNorm(max(1, channels_out // 8), channels_out),
+        )
+        same = stride == 1 and channels_in == channels_out
+        self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet8(BlockModel):
+    """Three residual blocks for images of 28 or 32 pixels a side."""
+
+    def __init__(self, channels: int, num_classes: int, width: int = 16) -> None:
+        w = width
+        super().__init__(
+            {
+                "stem": nn.Sequential(conv_unit(channels, w), ChannelsLast()),
+                "stage1": Residual(w, w, stride=1),
+                "stage2": Residual(w, 2 * w, stride=2),
+                "stage3": Residual(2 * w, 4 * w, stride=2),
+                "pool": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+                "head": nn.Linear(4 * w, num_classes),
+            }
+        )
+
+
+class SensorNet(BlockModel):
+    """1-D convolutions over a window of sensor samples (channels, time)."""
+
+    def __init__(self, channels: int, num_classes: int, width: int = 24) -> None:
+        w = width
+        super().__init__(
+            {
+                "conv1": nn.Sequential(nn.Conv1d(channels, w, 7, padding=3), nn.GroupNorm(3, w), nn.ReLU()),
+                "conv2": nn.Sequential(nn.Conv1d(w, 2 * w, 5, stride=2), nn.GroupNorm(6, 2 * w), nn.ReLU()),
+                "conv3": nn.Sequential(nn.Conv1d(2 * w, 2 * w, 3, stride=2), nn.GroupNorm(6, 2 * w), nn.ReLU()),
+                "pool": nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+                "head": nn.Linear(2 * w, num_classes),
+            }
+        )
+
+
+class Mlp(BlockModel):
+    """Two hidden layers over a row of a table."""
+
+    def __init__(self, num_features: int, num_classes: int, width: int = 32) -> None:
+        super().__init__(
+            {
+                "dense1": nn.Sequential(nn.Linear(num_features, width), nn.ReLU()),
+                "dense2": nn.Sequential(nn.Linear(width, width), nn.ReLU()),
+                "head": nn.Linear(width, num_classes),
             }
         )

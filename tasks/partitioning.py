@@ -32,7 +32,6 @@ PARTITIONERS: tuple[str, ...] = (
     f"{_OR}dirichlet",
 )
 
-SHARDS_PER_PARTITION = 2
 ATTEMPTS = 10
 
 _warned: set[str] = set()
@@ -144,7 +143,7 @@ def _partitioner(name: str, spec: DataSpec, sizes: list[int], uneven: bool, seed
         return kinds.ShardPartitioner(
             num_partitions=count,
             partition_by="label",
-            num_shards_per_partition=SHARDS_PER_PARTITION,
+            num_shards_per_partition=spec.classes_per_partition,
             keep_incomplete_shard=True,
             seed=seed,
         )

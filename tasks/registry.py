@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SUITES: dict[str, tuple[str, ...]] = {
     "driving": ("digits", "detection", "segmentation"),
-    "mixed": ("watch", "satellite", "tiny-faces"),
+    "mixed": ("watch", "breast-cancer", "digits"),
     "tiny": ("tiny-digits", "tiny-faces", "tiny-scenes"),
 }
 
@@ -27,6 +27,13 @@ BUILT_IN: dict[str, str] = {
     "digits": "tasks.driving:Digits",
     "detection": "tasks.driving:Detection",
     "segmentation": "tasks.driving:Segmentation",
+    "watch": "tasks.mixed:Watch",
+    "breast-cancer": "tasks.mixed:BreastCancer",
+    "tiny-digits": "tasks.tiny:TinyDigits",
+    "tiny-faces": "tasks.tiny:TinyFaces",
+    "tiny-scenes": "tasks.tiny:TinyScenes",
+    "fashion-mnist": "tasks.vision:FashionMnist",
+    "cifar10": "tasks.vision:Cifar10",
 }
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

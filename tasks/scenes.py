@@ -101,7 +101,7 @@ class _Brushes:
 
 def _ink_boxes(ink: np.ndarray) -> np.ndarray:
     """Tight boxes (N, 4) as x1, y1, x2, y2 around the True pixels of (N, h, w)."""
-    columns, rows = ink.any(axis=1), ink.any(axis=2)
+    columns, rows = np.asarray(ink.any(axis=1)), np.asarray(ink.any(axis=2))
     x1, y1 = columns.argmax(axis=1), rows.argmax(axis=1)
     x2 = columns.shape[1] - columns[:, ::-1].argmax(axis=1)
     y2 = rows.shape[1] - rows[:, ::-1].argmax(axis=1)
