@@ -23,42 +23,45 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     return value
 
 
-def batches_on(device: torch.device, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches, on `device`. Call `next` in the lane that computes with them."""
-    return _prefetched(device, batches) if device.type == "cuda" else iter(batches)
+def batches_on(device: torch.device, batches: Iterable[Batch], cuda: Any = torch.cuda) -> Iterator[Batch]:
+    """The batches, on `device`. Call `next` in the lane that computes with them.
+
+    Args:
+        device: where to.
+        batches: on the host; on CUDA they are drawn one ahead.
+        cuda: `torch.cuda`, or a fake of it in tests.
+    """
+    return _prefetched(device, batches, cuda) if device.type == "cuda" else iter(batches)
 
 
-def _prefetched(device: torch.device, batches: Iterable[Batch]) -> Iterator[Batch]:
+def _prefetched(device: torch.device, batches: Iterable[Batch], cuda: Any) -> Iterator[Batch]:
     """Copies run on a stream of their own, one batch ahead of the computation.
 
     A tensor made on the copy stream and used on the lane's must be recorded there, or the caching allocator could hand
     its memory to the next copy while the lane still reads it.
     """
-    copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copies = cuda.Stream(device)
 
-    def upload(batch: Batch) -> Batch:
-        with torch.cuda.stream(copies):
-            moved: Batch = map_tensors(lambda t: t.pin_memory().to(device, non_blocking=True), batch)
-            return moved
+    def upload(batch: Batch) -> tuple[Batch, Any]:
+        with cuda.stream(copies):
+            moved = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), batch)
+        return moved, copies.record_event()
 
-    ahead: Batch | None = None
+    def received(batch: Batch, uploaded: Any) -> Batch:
+        lane = cuda.current_stream(device)
+        lane.wait_event(uploaded)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(lane)
+            return tensor
+
+        kept: Batch = map_tensors(keep, batch)
+        return kept
+
+    ahead: tuple[Batch, Any] | None = None
     for batch in batches:
-        ready, ahead = ahead, None
-        uploaded_before = copies.record_event() if ready is not None else None
-        ahead = upload(batch)
+        ready, ahead = ahead, upload(batch)
         if ready is not None:
-            yield _received(device, ready, uploaded_before)
+            yield received(*ready)
     if ahead is not None:
-        yield _received(device, ahead, copies.record_event())
-
-
-def _received(device: torch.device, batch: Batch, uploaded: Any) -> Batch:
-    lane = torch.cuda.current_stream(device)
-    lane.wait_event(uploaded)
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(lane)
-        return tensor
-
-    received: Batch = map_tensors(keep, batch)
-    return received
+        yield received(*ahead)
