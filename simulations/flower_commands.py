@@ -1,8 +1,8 @@
 """A server of `flwr` commands: loads Flower's command line once, then forks for every command.
 
-Started by `simulations.flower_home` as a script of its own. Reads one JSON object a line, {"argv", "stdout",
-"stderr"}, runs that `flwr` command with its output in the two files, and answers with its exit code on a line. A
-command costs milliseconds instead of the two seconds that a new process needs for its imports.
+Started by `simulations.flower_home` as a script of its own. Reads one JSON object a line, {"number", "argv", "stdout",
+"stderr"}, runs that `flwr` command with its output in the two files, and answers with the number and the exit code on
+a line. A command costs milliseconds instead of the two seconds that a new process needs for its imports.
 
 It also outlives a run wrapper that is killed outright: when its input ends without a goodbye (`null`), it ends the
 run's processes and removes the run's directory in the wrapper's stead.
@@ -33,7 +33,7 @@ def main() -> None:
         if pid == 0:
             _run(command_line, request)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        print(request["number"], os.waitstatus_to_exitcode(status), file=answers, flush=True)
     clean_up(sys.argv[1])
 
 

@@ -28,6 +28,7 @@ from simulations.process_tree import ProcessTree, end_with_parent, marker_of
 LONGEST_BASE = 20
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3
 CONNECTION = "run"
 
@@ -49,8 +50,9 @@ class FlowerHome:
         self.tree = ProcessTree(marker_of(str(self.root)))
         self._environment = environment(self.root)
         self._superlink: subprocess.Popen[bytes] | None = None
-        self._commands: subprocess.Popen[str] | None = None
+        self._commands: subprocess.Popen[bytes] | None = None
         self._num_commands = 0
+        self._unread = b""
 
     def __enter__(self) -> FlowerHome:
         return self
@@ -72,7 +74,6 @@ class FlowerHome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
             env=self._environment,
             cwd=self.root / "cwd",
             start_new_session=True,
@@ -117,29 +118,29 @@ class FlowerHome:
 
     def stop(self, run_id: str) -> None:
         """Ask Flower to stop the run."""
-        self.flwr(["stop", run_id, CONNECTION, "--format", "json"])
+        self.flwr(["stop", run_id, CONNECTION, "--format", "json"], timeout_s=STOP_TIMEOUT_S)
 
-    def flwr(self, argv: Sequence[str]) -> dict[str, Any]:
+    def flwr(self, argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
         """Run a `flwr` command with JSON output.
 
         Raises:
             FlowerError: it says nothing that is JSON.
         """
         commands = self._commands
-        if commands is None or commands.stdin is None or commands.stdout is None:
+        if commands is None or commands.stdin is None:
             raise FlowerError("Flower has not been started")
         self.tree.find()
         self._num_commands += 1
         files = {name: self.root / f"{self._num_commands}.{name}" for name in ("stdout", "stderr")}
-        request = {"argv": list(argv), **{name: str(file) for name, file in files.items()}}
+        request = {
+            "number": self._num_commands,
+            "argv": list(argv),
+            **{name: str(file) for name, file in files.items()},
+        }
         try:
-            commands.stdin.write(json.dumps(request) + "\n")
+            commands.stdin.write(json.dumps(request).encode() + b"\n")
             commands.stdin.flush()
-            ready, _, _ = select.select([commands.stdout], [], [], COMMAND_TIMEOUT_S)
-            if not ready:
-                raise FlowerError(f"flwr {argv[0]} did not end within {COMMAND_TIMEOUT_S:g} s")
-            if not commands.stdout.readline():
-                raise FlowerError("the process that runs flwr commands has ended")
+            self._wait_answer(self._num_commands, f"flwr {argv[0]}", timeout_s)
             texts = {name: file.read_text(errors="replace") for name, file in files.items()}
         except OSError as error:
             raise FlowerError(f"flwr {argv[0]}: {error}") from None
@@ -152,6 +153,24 @@ class FlowerHome:
             raise FlowerError(f"flwr {argv[0]}: {one_line(texts['stderr'] or texts['stdout'])}") from None
         return answer if isinstance(answer, dict) else {"answer": answer}
 
+    def _wait_answer(self, number: int, what: str, timeout_s: float) -> None:
+        """Wait for the answer to command `number`; earlier ones, not waited for to the end, are passed over."""
+        assert self._commands is not None
+        assert self._commands.stdout is not None
+        answers = self._commands.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            *lines, self._unread = self._unread.split(b"\n")
+            if any(int(line.split()[0]) == number for line in lines):
+                return
+            ready, _, _ = select.select([answers], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise FlowerError(f"{what} did not end within {timeout_s:g} s")
+            found = os.read(answers, 4096)
+            if not found:
+                raise FlowerError("the process that runs flwr commands has ended")
+            self._unread += found
+
     def is_alive(self) -> bool:
         """Whether the SuperLink is running."""
         return self._superlink is not None and self._superlink.poll() is None
@@ -160,7 +179,7 @@ class FlowerHome:
         """End every process of this run and remove its directory."""
         if self._commands is not None and self._commands.stdin is not None:
             with contextlib.suppress(OSError):
-                self._commands.stdin.write("null\n")
+                self._commands.stdin.write(b"null\n")
                 self._commands.stdin.close()
         self.tree.end()
         for process in (self._superlink, self._commands):

@@ -170,7 +170,7 @@ def say_failure(console: Console, cause: str, folder: Path | None) -> None:
 
 
 def round_lines(entry: Mapping[str, Any]) -> Iterator[str]:
-    """A finished round: makespan, then a line with each task's loss and metrics, then each client's idle time."""
+    """A finished round: makespan; each task's loss and metrics; each client's idle time; what was not used."""
     plan = ", ".join(
         f"{word} {entry[key]:.3g}" for word, key in (("plan", "plan_s"), ("bound", "bound_s")) if entry.get(key)
     )
@@ -186,6 +186,8 @@ def round_lines(entry: Mapping[str, Any]) -> Iterator[str]:
     yield "  idle: " + "  ".join(
         f"{escape(name)} {_idle(client, makespan_s)}" for name, client in entry.get("clients", {}).items()
     )
+    for text in entry.get("refused", []):
+        yield f"  [yellow]not used:[/] {escape(str(text))}"
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:

@@ -21,7 +21,7 @@ from gpu_runtime.profiler import measure
 from gpu_runtime.workload import Workload
 from simulations.task_costs import COSTS_DIR, CostsError, RecordedCosts, load_costs
 from tasks.errors import TaskError
-from tasks.registry import SUITES, build, task_name, task_refs
+from tasks.registry import BUILT_IN, build, task_name, task_refs
 
 SIGNIFICANT_DIGITS = 4
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 recorded, 2 bad arguments."""
     arguments = _parser().parse_args(argv)
     try:
-        refs = _refs(arguments.tasks)
+        refs = task_refs("", arguments.tasks or ",".join(BUILT_IN))
     except TaskError as error:
         print(error, file=sys.stderr)
         return 2
@@ -92,15 +92,9 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _refs(tasks: str) -> list[str]:
-    if tasks:
-        return list(task_refs("", tasks))
-    return list(dict.fromkeys(ref for suite in SUITES for ref in task_refs(suite)))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m simulations.record_costs", description=__doc__)
-    parser.add_argument("--tasks", default="", help="comma-separated; default: those of all suites")
+    parser.add_argument("--tasks", default="", help="comma-separated; default: all built-in ones")
     parser.add_argument("--cores", type=int, default=0, help="cores to use; default: those given")
     parser.add_argument("--budget-s", type=float, default=3.0, help="seconds for each measurement; default: 3")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each task; default: 5")

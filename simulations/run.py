@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rich.console import Console
 
 from gpu_runtime.settings import Scalar, SettingsError
 from server_app.settings import Settings
 from simulations.fleet import FleetError, load_fleet
-from simulations.flower_home import FlowerError, FlowerHome, one_line, strip_colours
+from simulations.flower_home import FlowerError, FlowerHome, one_line
+from simulations.outcome import RunOutcome, outcome_of
 from simulations.process_tree import adopt_orphans
 from simulations.progress import Follower, JsonLines, Progress, Quiet, Spoken
 from simulations.run_config import absolute_paths, defaults, parse_overrides, to_toml
+from simulations.signals import Interrupted, signals_ignored, signals_raise
 
 APP = Path(__file__).resolve().parent.parent
 LOOK_S = 0.2
@@ -35,13 +33,9 @@ LOOK_S = 0.2
 ASK_S = 3.0
 ASK_SOON_S = 0.25
 STOP_S = 5.0
+MAX_UNANSWERED = 5
 INTERRUPTED = 130
 NUM_SUPERNODES_WITHOUT_FLEET = 4
-_ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
-
-
-class Interrupted(BaseException):
-    """Ctrl-C, or a signal that asks this process to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +60,6 @@ class RunRequest:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """How a run ended. `cause` is None if it completed; `folder` is None if it never began."""
-
-    cause: str | None
-    folder: Path | None
-    summary: Mapping[str, Any]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 completed, 1 failed, 2 bad arguments or config, 130 interrupted."""
     arguments = _parser().parse_args(argv)
@@ -88,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = _progress(arguments, errors)
     adopt_orphans()
     try:
-        with _signals_raise():
+        with signals_raise():
             outcome = run(request, progress)
         if outcome.cause is None and outcome.folder is not None:
             progress.finished(outcome.summary, outcome.folder)
@@ -144,9 +129,10 @@ def run(request: RunRequest, progress: Progress) -> RunOutcome:
         request.out_dir.mkdir(parents=True, exist_ok=True)
         log_file = request.out_dir / f"superlink-{os.getpid()}.log"
         log_file.touch()
+        private = FlowerHome(log_file)
     except OSError as error:
-        return RunOutcome(cause=f"cannot write to {request.out_dir}: {error.strerror}", folder=None, summary={})
-    with _uninterrupted_exit(FlowerHome(log_file)) as home:
+        return RunOutcome(cause=f"cannot write to {error.filename}: {error.strerror}", folder=None, summary={})
+    with _uninterrupted_exit(private) as home:
         try:
             progress.stage("starting Flower")
             home.start()
@@ -154,6 +140,8 @@ def run(request: RunRequest, progress: Progress) -> RunOutcome:
             config_file.write_text(to_toml(request.run_config), encoding="utf-8")
             run_id = home.submit(request.app, config_file, request.federation())
         except FlowerError as error:
+            if home.is_alive():
+                log_file.unlink(missing_ok=True)
             return RunOutcome(cause=str(error), folder=None, summary={})
         except Interrupted:
             log_file.unlink(missing_ok=True)
@@ -165,82 +153,53 @@ def run(request: RunRequest, progress: Progress) -> RunOutcome:
         try:
             cause = _follow(home, run_id, folder, progress, deadline, request.timeout_s)
         except Interrupted:
-            with contextlib.suppress(FlowerError, OSError), _signals_ignored():
+            with contextlib.suppress(FlowerError, OSError), signals_ignored():
                 home.stop(run_id)
                 _wait_finished(home, run_id, STOP_S)
             raise
         progress.stage("ending Flower's processes")
-        return _outcome(cause, folder, log_file)
+        return outcome_of(cause, folder, log_file)
 
 
 def _follow(
     home: FlowerHome, run_id: str, folder: Path, progress: Progress, deadline: float, timeout_s: float
 ) -> str | None:
     """Pass on what the run writes until Flower says it is over; the cause if it did not complete."""
-    history, events = Follower(folder / "history.jsonl"), Follower(folder / "events.jsonl")
+    files = (Follower(folder / "events.jsonl"), Follower(folder / "history.jsonl"))
     summary = folder / "summary.json"
     asked_at = time.monotonic()
+    num_unanswered = 0
     while True:
-        for event in events.read():
-            progress.event(event)
-        for entry in history.read():
-            progress.round(entry)
+        _pass_on(*files, progress)
         now = time.monotonic()
+        if not home.is_alive():
+            return "the SuperLink ended before the run"
         if now >= asked_at + (ASK_SOON_S if summary.exists() else ASK_S):
             asked_at = now
-            status, details = home.status(run_id)
-            if status == "finished:completed":
-                # Rounds written since the last look.
-                for entry in history.read():
-                    progress.round(entry)
-                return None
+            try:
+                status, details = home.status(run_id)
+            except FlowerError as error:
+                num_unanswered += 1
+                if num_unanswered == MAX_UNANSWERED:
+                    return str(error)
+                status = details = ""
+            else:
+                num_unanswered = 0
             if status.startswith("finished"):
-                return one_line(details) or f"Flower says {status}"
+                _pass_on(*files, progress)
+                return None if status == "finished:completed" else one_line(details) or f"Flower says {status}"
         if now >= deadline:
             with contextlib.suppress(FlowerError):
                 home.stop(run_id)
             return f"not finished after {timeout_s:g} s (--timeout-s)"
-        if not home.is_alive():
-            return "the SuperLink ended before the run"
         time.sleep(LOOK_S)
 
 
-def _outcome(cause: str | None, folder: Path, log_file: Path) -> RunOutcome:
-    """Flower's word and the run's own summary together: both must say completed."""
-    summary = read_summary(folder)
-    if cause is None and summary.get("status") == "completed":
-        return RunOutcome(cause=None, folder=folder, summary=summary)
-    return RunOutcome(cause=find_cause(summary, cause, log_file), folder=folder, summary=summary)
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json of a run, empty if there is none that can be read."""
-    try:
-        value = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def find_cause(summary: Mapping[str, Any], details: str | None, log_file: Path) -> str:
-    """Why a run failed, in one line: its summary's cause, else Flower's details, else the log's last error."""
-    if summary.get("cause"):
-        return one_line(str(summary["cause"]))
-    logged = last_error(log_file)
-    vague = details is None or "unknown error" in details
-    if vague and logged:
-        return logged
-    return details or "the run left no summary.json"
-
-
-def last_error(log_file: Path) -> str | None:
-    """The last line of the log that speaks of an error, without colours and time stamps."""
-    try:
-        lines = strip_colours(log_file.read_text(encoding="utf-8", errors="replace")).splitlines()
-    except OSError:
-        return None
-    found = [line for line in lines if _ERROR_LINE.search(line)]
-    return one_line(found[-1]) if found else None
+def _pass_on(events: Follower, history: Follower, progress: Progress) -> None:
+    for event in events.read():
+        progress.event(event)
+    for entry in history.read():
+        progress.round(entry)
 
 
 def num_cores() -> int:
@@ -260,36 +219,8 @@ def _uninterrupted_exit(home: FlowerHome) -> Iterator[FlowerHome]:
     try:
         yield home
     finally:
-        with _signals_ignored():
+        with signals_ignored():
             home.close()
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise Interrupted inside this block."""
-
-    def interrupt(number: int, frame: Any) -> NoReturn:
-        raise Interrupted(signal.Signals(number).name)
-
-    with _handlers(interrupt):
-        yield
-
-
-@contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    with _handlers(signal.SIG_IGN):
-        yield
-
-
-@contextlib.contextmanager
-def _handlers(handler: Any) -> Iterator[None]:
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)
 
 
 def _progress(arguments: argparse.Namespace, errors: Console) -> Progress:

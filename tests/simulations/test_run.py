@@ -3,16 +3,20 @@
 import io
 import json
 import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from gpu_runtime.settings import SettingsError
-from simulations import run
+from simulations import outcome, run
 from simulations.fleet import FleetError
-from simulations.flower_home import environment, strip_colours
-from simulations.progress import Follower, JsonLines, Spoken, round_lines
+from simulations.flower_home import FlowerError, environment, strip_colours
+from simulations.progress import Follower, JsonLines, Quiet, Spoken, round_lines
+from simulations.signals import Interrupted, signals_raise
 
 ENTRY = {
     "round": 2,
@@ -108,26 +112,100 @@ def test_the_cause_is_the_summarys_then_flowers_then_the_logs(
 ) -> None:
     log_file = tmp_path / "superlink.log"
     log_file.write_text(LOG)
-    assert run.find_cause(summary, details, log_file) == expected
+    assert outcome.find_cause(summary, details, log_file) == expected
 
 
 def test_a_run_without_summary_and_log_says_so(tmp_path: Path) -> None:
-    assert run.find_cause({}, None, tmp_path / "none.log") == "the run left no summary.json"
+    assert outcome.find_cause({}, None, tmp_path / "none.log") == "the run left no summary.json"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
 def test_a_broken_summary_is_no_summary(text: str, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(text)
-    assert run.read_summary(tmp_path) == {}
+    assert outcome.read_summary(tmp_path) == {}
 
 
 def test_completed_needs_both_words(tmp_path: Path) -> None:
     log_file = tmp_path / "superlink.log"
     log_file.write_text("")
-    assert run._outcome(None, tmp_path, log_file).cause == "the run left no summary.json"
+    assert outcome.outcome_of(None, tmp_path, log_file).cause == "the run left no summary.json"
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    assert run._outcome(None, tmp_path, log_file).cause is None
-    assert run._outcome("Flower says finished:stopped", tmp_path, log_file).cause == "Flower says finished:stopped"
+    assert outcome.outcome_of(None, tmp_path, log_file).cause is None
+    assert (
+        outcome.outcome_of("Flower says finished:stopped", tmp_path, log_file).cause == "Flower says finished:stopped"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ following
+
+
+class FakeHome:
+    """A Flower that answers by a script; the last answer is repeated."""
+
+    def __init__(self, *answers: tuple[str, str] | Exception, alive: bool = True) -> None:
+        self.answers = list(answers)
+        self.alive = alive
+        self.stopped: list[str] = []
+
+    def status(self, run_id: str) -> tuple[str, str]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def stop(self, run_id: str) -> None:
+        self.stopped.append(run_id)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+
+class Heard(Quiet):
+    def __init__(self) -> None:
+        super().__init__(Console(stderr=True))
+        self.rounds: list[int] = []
+
+    def round(self, entry: Mapping[str, Any]) -> None:
+        self.rounds.append(entry["round"])
+
+
+def follow(home: FakeHome, folder: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60.0) -> tuple[Any, Heard]:
+    for name in ("LOOK_S", "ASK_S", "ASK_SOON_S"):
+        monkeypatch.setattr(run, name, 0.0)
+    heard = Heard()
+    deadline = time.monotonic() + timeout_s
+    return run._follow(home, "7", folder, heard, deadline, timeout_s), heard  # type: ignore[arg-type]
+
+
+RUNNING = ("running", "")
+GONE = FlowerError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("home", "cause"),
+    [
+        (FakeHome(RUNNING, RUNNING, ("finished:completed", "")), None),
+        (FakeHome(RUNNING, ("finished:failed", "server\nboom")), "server boom"),
+        (FakeHome(("finished:stopped", "")), "Flower says finished:stopped"),
+        (FakeHome(RUNNING, GONE, GONE, RUNNING, ("finished:completed", "")), None),
+        (FakeHome(GONE), "no answer"),
+        (FakeHome(RUNNING, alive=False), "the SuperLink ended before the run"),
+    ],
+)
+def test_a_run_is_followed_to_its_end(
+    home: FakeHome, cause: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "history.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
+    found, heard = follow(home, tmp_path, monkeypatch)
+    assert found == cause
+    assert heard.rounds == [1, 2]
+
+
+def test_a_run_that_does_not_end_is_stopped_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = FakeHome(RUNNING)
+    found, _ = follow(home, tmp_path, monkeypatch, timeout_s=0.0)
+    assert found == "not finished after 0 s (--timeout-s)"
+    assert home.stopped == ["7"]
 
 
 # ------------------------------------------------------------------------------------------------------- progress
@@ -150,6 +228,11 @@ def test_round_lines_tell_makespan_metrics_and_idle_time() -> None:
     assert "makespan 2 virtual s (plan 1.5, bound 1.25)" in first
     assert "digits loss 0.500 accuracy 0.938" in second
     assert third.split("  ")[1:] == ["idle: fast 0%", "slow 50%", "gone lost"]
+
+
+def test_round_lines_name_what_was_not_used() -> None:
+    lines = list(round_lines({**ENTRY, "refused": ["client 'gone': lost"]}))
+    assert lines[3].endswith("client 'gone': lost")
 
 
 def test_round_lines_bear_missing_numbers() -> None:
@@ -204,7 +287,7 @@ def test_a_good_home_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_signals_raise_inside_the_block_only() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(run.Interrupted, match="SIGTERM"), run._signals_raise():
+    with pytest.raises(Interrupted, match="SIGTERM"), signals_raise():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
