@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from gpu_runtime.work import Work
 POLL_S = 0.05
 # A step that has not returned this long after a deadline or a cancellation is given up, and its lane with it.
 STUCK_S = 60.0
+# Who presses Ctrl-C more often than this does not want to wait for the current steps.
+MAX_INTERRUPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +125,7 @@ class _Run:
             self._wait(cancel)
         except BaseException:
             # Ctrl-C among others: the current steps end, the lanes are left, then the exception goes on.
-            cancelled = threading.Event()
-            cancelled.set()
-            self._wait(cancelled)
+            self._stop()
             raise
         finally:
             self._backend.restore()
@@ -135,6 +136,15 @@ class _Run:
             notes=tuple(self._notes),
             spans=tuple(sorted((span for lane in self._lanes for span in lane.spans), key=lambda span: span.start_s)),
         )
+
+    def _stop(self) -> None:
+        """Cancel and wait. Ctrl-C often comes twice (`timeout` signals a process and its group): go on waiting."""
+        cancelled = threading.Event()
+        cancelled.set()
+        for _ in range(MAX_INTERRUPTS):
+            with contextlib.suppress(KeyboardInterrupt):
+                self._wait(cancelled)
+                return
 
     def _wait(self, cancel: threading.Event) -> None:
         """Wait for the lanes to end; once they have been told to, for no longer than STUCK_S."""
