@@ -43,7 +43,7 @@ def federate(
     """Run a federation in this process; last weights and summary. Underscores in `changes` are dashes, two are dots."""
     config = {**DEFAULTS, **TINY, **{key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}}
     settings = Settings.from_run_config(config)
-    grid = InProcessGrid(app, nodes, seed=grid_seed, shuffle=shuffle, run_config=config)
+    grid = InProcessGrid([app] * nodes, seed=grid_seed, shuffle=shuffle, run_config=config)
     if spoil:
         spoil(grid)
     folder.mkdir(parents=True, exist_ok=True)
