@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import cache
@@ -10,11 +11,13 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from client_app.node import held_tasks, holdings, node_name
-from gpu_runtime.contracts import HeldTask, Plan, Profile, TaskPlan, from_json, to_json
-from gpu_runtime.runtime import EmbeddedRuntime, Runtime
+from gpu_runtime.contracts import Plan, Profile, TaskPlan, from_json, to_json
+from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError, Runtime
 from gpu_runtime.settings import SettingsError, SharingSettings, parse
 from gpu_runtime.source import source_hash
 from tasks.settings import DataSettings, TrainingSettings
+
+log = logging.getLogger("paceline.client")
 
 
 def one_line(error: BaseException) -> str:
@@ -87,21 +90,20 @@ def evaluate(message: Message, context: Context) -> Message:
     """Loss and metrics of each task on the node's own training examples."""
     data, sharing, _ = _settings(context)
     node = holdings(message, context, data)
-    arrays = _arrays(message)
-    tasks = {key.partition("/")[0] for key in arrays}
-    held = [task for task in held_tasks(node, context, data) if _is_wanted(task, tasks)]
+    held = held_tasks(node, context, data)
     metrics: dict[str, int | float | list[int] | list[float]] = {}
     num_examples = 0
-    for task, values in _runtime(sharing).evaluate(arrays, held, split="train").items():
+    try:
+        results = _runtime(sharing).evaluate(_arrays(message), held, split="train")
+    except EvaluationError as error:
+        log.error("%s", error)
+        results = error.results
+    for task, values in results.items():
         num_examples += int(values["num-examples"])
         for name, value in values.items():
             metrics[f"{task}/{name}"] = int(value) if name == "num-examples" else float(value)
     metrics["num-examples"] = num_examples
     return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
-
-
-def _is_wanted(task: HeldTask, names: set[str]) -> bool:
-    return task.ref in names or ":" in task.ref
 
 
 def _config(message: Message) -> ConfigRecord:

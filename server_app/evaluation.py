@@ -14,6 +14,7 @@ from gpu_runtime.contracts import HeldTask, Partition, array_key, split_key
 from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
+from tasks.errors import TaskError
 from tasks.registry import build, check_model
 from tasks.settings import DataSettings
 
@@ -44,7 +45,8 @@ class Evaluator:
         """Build each model and load all held-out data now, so that a fault ends the run before it starts."""
         for task in self.tasks.values():
             check_model(task)
-            task.test_examples()
+            if len(task.test_examples()) == 0:
+                raise TaskError(f"task {task.name!r}: it has no held-out examples to evaluate on")
 
     def initial_arrays(self, seed: int) -> Arrays:
         """First weights of all tasks: each task's own seed, so that adding a task changes no other."""
