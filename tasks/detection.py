@@ -11,6 +11,7 @@ from torch.nn import functional as F
 GridTargets = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 MAX_BOXES_PER_IMAGE = 20
+MIN_SCORE = 0.01
 OBJECT_WEIGHT = 4.0
 BOX_WEIGHT = 2.0
 
@@ -100,9 +101,9 @@ def decode(outputs: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     cells = (index // num_classes).unsqueeze(-1).expand(-1, -1, 4)
     boxes = cell_boxes(outputs).reshape(count, -1, 4).gather(1, cells).clamp(0.0, 1.0)
     rivals = (pairwise_iou(boxes) > _NMS_IOU) & (labels[:, :, None] == labels[:, None, :])
-    kept = torch.ones_like(scores, dtype=torch.bool)
+    kept = scores >= MIN_SCORE
     for rank in range(1, scores.shape[1]):
-        kept[:, rank] = ~(rivals[:, rank, :rank] & kept[:, :rank]).any(dim=1)
+        kept[:, rank] &= ~(rivals[:, rank, :rank] & kept[:, :rank]).any(dim=1)
     return [
         {"boxes": boxes[image, keep], "scores": scores[image, keep], "labels": labels[image, keep]}
         for image, keep in enumerate(kept)

@@ -51,8 +51,8 @@ class Digits(Classification):
     """Handwritten digits: 4000 training and 1000 test images of MNIST, 28x28, 10 classes."""
 
     name: ClassVar[str] = "digits"
-    batch_size: ClassVar[int] = 16
-    learning_rate: ClassVar[float] = 0.004
+    batch_size: ClassVar[int] = 8
+    learning_rate: ClassVar[float] = 0.003
     num_classes: ClassVar[int] = NUM_DIGIT_CLASSES
     input_shape: ClassVar[tuple[int, ...]] = (1, 28, 28)
 

@@ -6,6 +6,7 @@ The partitioners see a small table of indices, labels and owners, never the exam
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -98,12 +99,11 @@ def _deal(name: str, data: TaskData, spec: DataSpec, order: np.ndarray, sizes: l
     if name == _BY_OWNER:
         return _by_owner(data, spec, order, len(sizes))
     labels = np.unique(data.partition_labels, return_inverse=True)[1]
-    if name == "pathological":
-        _check_classes(labels, spec, len(sizes))
+    _check_options(name, labels, spec, len(sizes))
     problem = ""
     for attempt in range(ATTEMPTS):
         # A draw can miss a class or leave a part empty, so further seeds are tried; all follow from spec.seed.
-        partitioner = _partitioner(name, spec, sizes, len(set(sizes)) > 1, spec.seed + 1000 * attempt)
+        partitioner = _partitioner(name, spec, sizes, spec.seed + 1000 * attempt)
         try:
             parts = _run(partitioner, order, labels[order], len(sizes))
         except ValueError as error:
@@ -118,14 +118,15 @@ def _deal(name: str, data: TaskData, spec: DataSpec, order: np.ndarray, sizes: l
     raise TaskError(f"partitioner {name!r} cannot deal {len(order)} examples out to {len(sizes)} partitions: {problem}")
 
 
-def _partitioner(name: str, spec: DataSpec, sizes: list[int], uneven: bool, seed: int) -> Any:
+def _partitioner(name: str, spec: DataSpec, sizes: list[int], seed: int) -> Any:
     from flwr_datasets import partitioner as kinds
 
     count = len(sizes)
+    uneven = len({share for share in spec.partition.shares if share > 0}) > 1
     if name == "iid":
         return kinds.SizePartitioner(partition_sizes=sizes) if uneven else kinds.IidPartitioner(num_partitions=count)
     if name == "dirichlet":
-        if spec.partition.shares and len(set(spec.partition.shares)) > 1:
+        if uneven:
             return kinds.InnerDirichletPartitioner(
                 partition_sizes=sizes, partition_by="label", alpha=float(spec.alpha), seed=seed
             )
@@ -133,19 +134,12 @@ def _partitioner(name: str, spec: DataSpec, sizes: list[int], uneven: bool, seed
             num_partitions=count, partition_by="label", alpha=float(spec.alpha), min_partition_size=1, seed=seed
         )
     if name == "pathological":
-        return kinds.PathologicalPartitioner(
-            num_partitions=count,
-            partition_by="label",
-            num_classes_per_partition=spec.classes_per_partition,
-            seed=seed,
-        )
+        return _pathological(count, spec.classes_per_partition, seed)
     if name == "shard":
+        # By size and not by number of shards, since flwr-datasets leaves the remainder out when given the number.
+        shard_size = math.ceil(sum(sizes) / (count * spec.classes_per_partition))
         return kinds.ShardPartitioner(
-            num_partitions=count,
-            partition_by="label",
-            num_shards_per_partition=spec.classes_per_partition,
-            keep_incomplete_shard=True,
-            seed=seed,
+            num_partitions=count, partition_by="label", shard_size=shard_size, keep_incomplete_shard=True, seed=seed
         )
     by_size = {
         "linear": kinds.LinearPartitioner,
@@ -153,6 +147,28 @@ def _partitioner(name: str, spec: DataSpec, sizes: list[int], uneven: bool, seed
         "exponential": kinds.ExponentialPartitioner,
     }
     return by_size[name](num_partitions=count)
+
+
+def _pathological(count: int, num_classes_per_partition: int, seed: int) -> Any:
+    """PathologicalPartitioner whose classes are dealt from shuffled decks, so that none is left out by chance."""
+    from flwr_datasets.partitioner import PathologicalPartitioner
+
+    class FromDecks(PathologicalPartitioner):  # type: ignore[misc]
+        def _determine_partition_id_to_unique_labels(self) -> None:
+            self._unique_labels = sorted(self.dataset.unique(self._partition_by))
+            deck: list[Any] = []
+            for held in self._partition_id_to_unique_labels.values():
+                while len(held) < self._num_classes_per_partition:
+                    fresh = [label for label in deck if label not in held]
+                    if not fresh:
+                        deck += self._rng.permutation(self._unique_labels).tolist()
+                        continue
+                    held.append(fresh[0])
+                    deck.remove(fresh[0])
+
+    return FromDecks(
+        num_partitions=count, partition_by="label", num_classes_per_partition=num_classes_per_partition, seed=seed
+    )
 
 
 def _by_owner(data: TaskData, spec: DataSpec, order: np.ndarray, count: int) -> list[np.ndarray]:
@@ -180,15 +196,22 @@ def _run(partitioner: Any, order: np.ndarray, labels: np.ndarray, count: int) ->
         return [np.asarray(partitioner.load_partition(part)["index"], dtype=np.int64) for part in range(count)]
 
 
-def _check_classes(labels: np.ndarray, spec: DataSpec, count: int) -> None:
+def _check_options(name: str, labels: np.ndarray, spec: DataSpec, count: int) -> None:
+    """Refuse options the named partitioner cannot work with."""
     num_classes = int(labels.max()) + 1
     per_part = spec.classes_per_partition
+    if name == "dirichlet" and not (math.isfinite(spec.alpha) and spec.alpha > 0):
+        raise TaskError(f"alpha of the dirichlet partitioner must be positive, not {spec.alpha}")
+    if name == "shard" and per_part < 1:
+        raise TaskError(f"classes per partition must be at least 1, not {per_part}")
+    if name != "pathological":
+        return
     if not 1 <= per_part <= num_classes:
         raise TaskError(f"classes per partition must be 1 to {num_classes} for this data, not {per_part}")
     if per_part * count < num_classes:
         raise TaskError(
             f"{count} partitions of {per_part} classes leave some of {num_classes} classes out; "
-            f"take at least {-(-num_classes // count)} classes per partition"
+            f"take at least {math.ceil(num_classes / count)} classes per partition"
         )
 
 

@@ -36,6 +36,8 @@ BUILT_IN: dict[str, str] = {
     "cifar10": "tasks.vision:Cifar10",
 }
 
+_models_checked: set[type[Task]] = set()
+
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -81,26 +83,37 @@ def resolve(ref: str) -> type[Task]:
 
 
 def build(ref: str, data: DataSpec) -> Task:
-    """The task behind a reference, with its data. Raises TaskError as `resolve` does, or if the constructor fails."""
+    """The task behind a reference, with its data.
+
+    Raises:
+        TaskError: as `resolve` does, if the constructor fails, or if a user's model cannot be cut (`check_model`).
+    """
     kind = resolve(ref)
     try:
-        return kind(data)
+        task = kind(data)
     except TaskError:
         raise
     except Exception as error:
         raise TaskError(f"task {ref!r}: its constructor raised {type(error).__name__}: {_one_line(error)}") from error
+    if ref not in BUILT_IN and kind not in _models_checked:
+        check_model(task)
+        _models_checked.add(kind)
+    return task
 
 
 def check_model(task: Task) -> None:
-    """Build the task's model once and check that it can be cut anywhere.
+    """Build the task's model once and check that it can be cut anywhere. Leaves torch's random state as it was.
 
     Raises:
         TaskError: the model cannot be built, has no blocks, or does not run exactly its blocks in order.
     """
+    import torch
+
     from tasks.base import BlockModel
 
     try:
-        model = task.build_model()
+        with torch.random.fork_rng(devices=[]):
+            model = task.build_model()
     except Exception as error:
         raise TaskError(f"task {task.name!r}: build_model raised {type(error).__name__}: {_one_line(error)}") from error
     if not isinstance(model, BlockModel):

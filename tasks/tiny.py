@@ -86,7 +86,7 @@ class TinyScenes(Segmentation):
 
     name: ClassVar[str] = "tiny-scenes"
     batch_size: ClassVar[int] = 8
-    learning_rate: ClassVar[float] = 0.005
+    learning_rate: ClassVar[float] = 0.01
     style: ClassVar[SceneStyle] = STYLE
 
     def build_model(self) -> UNet:
