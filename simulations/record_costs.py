@@ -6,13 +6,16 @@ Virtual devices are multiples of the machine that recorded. Run it on a quiet ma
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
 from gpu_runtime.contracts import DataSpec, TaskCost
@@ -27,7 +30,7 @@ SIGNIFICANT_DIGITS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 recorded, 2 bad arguments."""
+    """Exit code: 0 recorded, 1 machine too busy, 2 bad arguments."""
     arguments = _parser().parse_args(argv)
     try:
         refs = task_refs("", arguments.tasks or ",".join(BUILT_IN))
@@ -36,26 +39,77 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = discover(arguments.cores, CPU)
     name = arguments.name or f"cpu-{device.num_cores}-cores"
-    found = record(refs, device, budget_s=arguments.budget_s, repeats=arguments.repeats)
-    print(write(name, device, found, f"lower-quartile training steps, median of {arguments.repeats} turns"))
+    try:
+        found = record(
+            refs,
+            device,
+            budget_s=arguments.budget_s,
+            repeats=arguments.repeats,
+            max_foreign_cores=arguments.max_foreign_cores,
+            patience_s=arguments.patience_s,
+        )
+    except BusyError as error:
+        print(error, file=sys.stderr)
+        return 1
+    how = f"median of {arguments.repeats} measurements, others using at most {arguments.max_foreign_cores:g} cores"
+    print(write(name, device, found, how))
     return 0
 
 
-def record(refs: Sequence[str], device: Device, *, budget_s: float, repeats: int) -> dict[str, TaskCost]:
-    """Cost by task name: of `repeats` measurements the one in the middle. The tasks take turns."""
-    samples: dict[str, list[TaskCost]] = {}
-    for _ in range(repeats):
-        for ref in refs:
-            cost = measure(cast(Workload, build(ref, DataSpec())), device, budget_s=budget_s)
-            samples.setdefault(task_name(ref), []).append(cost)
+class BusyError(RuntimeError):
+    """A machine too busy to measure on."""
+
+
+def record(
+    refs: Sequence[str], device: Device, *, budget_s: float, repeats: int, max_foreign_cores: float, patience_s: float
+) -> dict[str, TaskCost]:
+    """Cost by task name: of `repeats` undisturbed measurements the one in the middle. The tasks take turns.
+
+    Raises:
+        BusyError: no undisturbed measurements within `patience_s` seconds.
+    """
+    deadline = time.monotonic() + patience_s
     middle = {}
-    for task, costs in samples.items():
+    samples: dict[str, list[TaskCost]] = {ref: [] for ref in refs}
+    while waiting := [ref for ref in refs if len(samples[ref]) < repeats]:
+        for ref in waiting:
+            if time.monotonic() >= deadline:
+                raise BusyError(f"others kept the machine busy for {patience_s:g} s; try again, or --max-foreign-cores")
+            workload = cast(Workload, build(ref, DataSpec()))
+            with foreign_load() as foreign:
+                cost = measure(workload, device, budget_s=budget_s)
+            if foreign.cores <= max_foreign_cores:
+                samples[ref].append(cost)
+    for ref, costs in samples.items():
         ordered = sorted(costs, key=lambda cost: cost.solo_cost_s)
-        middle[task] = ordered[len(ordered) // 2]
+        cost = middle[task_name(ref)] = ordered[len(ordered) // 2]
         low, high = ordered[0].solo_cost_s, ordered[-1].solo_cost_s
-        text = f"{task}: {middle[task].solo_cost_s * 1e6:.1f} us an example ({low * 1e6:.1f} to {high * 1e6:.1f})"
-        print(f"{text}, demand {middle[task].demand:.2f}", file=sys.stderr)
+        text = f"{ref}: {cost.solo_cost_s * 1e6:.1f} us an example ({low * 1e6:.1f} to {high * 1e6:.1f})"
+        print(f"{text}, demand {cost.demand:.2f}", file=sys.stderr)
     return middle
+
+
+@dataclass
+class Load:
+    """CPU cores that other processes kept busy, on average over the block."""
+
+    cores: float = 0.0
+
+
+@contextlib.contextmanager
+def foreign_load() -> Iterator[Load]:
+    """Measure what others do on this machine during the block."""
+
+    def now() -> tuple[float, float, float]:
+        machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - getattr(machine, "guest", 0.0)
+        return time.monotonic(), busy, own.user + own.system
+
+    load = Load()
+    before = now()
+    yield load
+    seconds, busy, own = (end - begin for end, begin in zip(now(), before, strict=True))
+    load.cores = max(0.0, busy - own) / max(seconds, 1e-9)
 
 
 def write(
@@ -98,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cores", type=int, default=0, help="cores to use; default: those given")
     parser.add_argument("--budget-s", type=float, default=3.0, help="seconds for each measurement; default: 3")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each task; default: 5")
+    parser.add_argument(
+        "--max-foreign-cores", type=float, default=0.1, help="discard what others disturb; default: 0.1"
+    )
+    parser.add_argument("--patience-s", type=float, default=900.0, help="for undisturbed measurements; default: 900")
     parser.add_argument("--name", default="", help="file in simulations/costs; default: cpu-<N>-cores")
     return parser
 
