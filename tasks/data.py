@@ -14,7 +14,7 @@ import torch
 
 from gpu_runtime.contracts import DataSpec
 from tasks.base import Task, TaskData, TaskError, TensorExamples
-from tasks.partitioning import partition_indices
+from tasks.partitioning import check_name, partition_indices
 
 T = TypeVar("T")
 
@@ -74,10 +74,11 @@ def clear() -> None:
 
 def _cut(task: Task) -> TensorExamples:
     data = loaded(task)
-    if task.data.partition.count == 1:
-        return data.train
     dealt = dataclasses.replace(task.data, partition=dataclasses.replace(task.data.partition, index=0))
     try:
+        check_name(task.data.partitioner)
+        if task.data.partition.count == 1:
+            return data.train
         parts = _indices.get((type(task), dealt), lambda: list(partition_indices(data, task.data)))
     except TaskError as error:
         raise TaskError(f"task {task.name!r}: {error}") from None

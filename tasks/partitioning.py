@@ -15,23 +15,14 @@ import numpy as np
 from gpu_runtime.contracts import DataSpec
 from tasks.base import TaskData
 from tasks.errors import TaskError, nearest
+from tasks.settings import PARTITIONERS
 
 log = logging.getLogger(__name__)
 
 _BY_OWNER = "natural-id"
 _BY_SHARES = ("iid", "dirichlet")
-_BY_LABEL = ("dirichlet", "pathological", "shard")
 _BY_SIZE = ("linear", "square", "exponential")
 _OR = "natural-id-or-"
-
-PARTITIONERS: tuple[str, ...] = (
-    "iid",
-    *_BY_LABEL,
-    *_BY_SIZE,
-    _BY_OWNER,
-    f"{_OR}iid",
-    f"{_OR}dirichlet",
-)
 
 ATTEMPTS = 10
 
@@ -48,8 +39,7 @@ def partition_indices(data: TaskData, spec: DataSpec) -> list[np.ndarray]:
         TaskError: unknown partitioner, impossible counts or shares, or data that lacks what the partitioner goes by.
     """
     name, count, total = spec.partitioner, spec.partition.count, len(data.train)
-    if name not in PARTITIONERS:
-        raise TaskError(f"unknown partitioner {name!r}; {nearest(name, PARTITIONERS)}")
+    check_name(name)
     if name.startswith(_OR):
         name = _BY_OWNER if data.natural_ids is not None else name.removeprefix(_OR)
     if not 1 <= count <= total:
@@ -68,6 +58,12 @@ def partition_indices(data: TaskData, spec: DataSpec) -> list[np.ndarray]:
     if sum(map(len, parts)) != total:
         raise TaskError(f"partitioner {name!r} left {total - sum(map(len, parts))} of {total} examples out")
     return parts
+
+
+def check_name(name: str) -> None:
+    """Raise TaskError, with the nearest name, for a partitioner that does not exist."""
+    if name not in PARTITIONERS:
+        raise TaskError(f"unknown partitioner {name!r}; {nearest(name, PARTITIONERS)}")
 
 
 def exact_sizes(total: int, shares: list[float]) -> list[int]:

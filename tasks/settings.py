@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from gpu_runtime.contracts import DataSpec, Partition
 from gpu_runtime.settings import setting
 
-PARTITIONERS = ("iid", "dirichlet", "natural-id", "pathological", "shard", "linear", "square", "exponential")
+PARTITIONERS = (
+    "iid",
+    "dirichlet",
+    "natural-id",
+    "natural-id-or-iid",
+    "natural-id-or-dirichlet",
+    "pathological",
+    "shard",
+    "linear",
+    "square",
+    "exponential",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

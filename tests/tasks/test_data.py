@@ -86,6 +86,11 @@ def test_what_cannot_be_dealt_names_the_task() -> None:
         Numbers(DataSpec(partition=Partition(count=30))).train_examples()
 
 
+def test_an_unknown_partitioner_is_refused_for_a_single_client_too() -> None:
+    with pytest.raises(TaskError, match="task 'numbers': unknown partitioner 'idd'; did you mean 'iid'"):
+        Numbers(DataSpec(partitioner="idd")).train_examples()
+
+
 EMPTY = TensorExamples(inputs=torch.empty(0, 1), targets=torch.empty(0, dtype=torch.long))
 UNEVEN = TensorExamples(inputs=torch.zeros(3, 1), targets=torch.zeros(2, dtype=torch.long))
 

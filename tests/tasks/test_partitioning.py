@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gpu_runtime.contracts import DataSpec, Partition
 from tasks import partitioning
 from tasks.base import TaskData, TaskError, TensorExamples
-from tasks.partitioning import PARTITIONERS, exact_sizes, partition_indices
+from tasks.partitioning import exact_sizes, partition_indices
+from tasks.settings import PARTITIONERS
 
 few = settings(max_examples=20, deadline=None)
 
