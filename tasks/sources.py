@@ -94,4 +94,7 @@ def _convert_watch(pickled: Path, archive: Path) -> None:
         raise TaskError(f"task 'watch': cannot convert {pickled.name} of seglearn: {error}") from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TaskError(f"task 'watch': cannot convert {pickled.name} of seglearn: {reason}")
+        raise TaskError(
+            f"task 'watch': cannot convert {pickled.name} of seglearn: {reason} "
+            f"(kept in {archive.parent}; XDG_CACHE_HOME moves it)"
+        )
