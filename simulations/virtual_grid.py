@@ -29,6 +29,7 @@ from gpu_runtime.contracts import (
     to_json,
 )
 from simulations.fleet import Fleet, FleetClient, FleetError
+from simulations.roll_call import RollCall
 from simulations.task_costs import RecordedCosts, load_costs
 from simulations.virtual_device import VirtualDevice
 
@@ -114,13 +115,9 @@ class VirtualGrid(Grid):
         self._seed = seed
         self._clock = clock
         self._costs = costs or load_costs(fleet.costs)
-        self._identity_timeout_s = identity_timeout_s
+        self._roll = RollCall(grid, identity_timeout_s)
         self._hold_s = HOLD_FRACTION * hold_s
         self.notes: list[str] = []
-        self._partitions: dict[int, int] = {}
-        self._left_out: dict[int, str] = {}
-        self._asked: dict[str, int] = {}
-        self._num_partitions = 0
         self._clients: tuple[FleetClient, ...] = ()
         self._devices: dict[str, VirtualDevice] = {}
         self._sent: dict[str, _Sent] = {}
@@ -149,17 +146,7 @@ class VirtualGrid(Grid):
         Raises:
             FleetError: no node could say who it is.
         """
-        present = set(self._grid.get_node_ids())
-        self._ask_identity(sorted(present - set(self._partitions) - set(self._left_out) - set(self._asked.values())))
-        deadline = time.monotonic() + self._identity_timeout_s
-        while self._asked and set(self._asked.values()) & present:
-            self._hear_identity()
-            if not self._asked or time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_S)
-        if self._left_out and not self._partitions:
-            raise FleetError([f"no node could say who it is: {next(iter(self._left_out.values()))}"])
-        return sorted(present & set(self._partitions), key=lambda node: self._partitions[node])
+        return self._roll.node_ids(POLL_S)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send each message with its node's holdings. A message that cannot be sent is answered with an error."""
@@ -208,58 +195,19 @@ class VirtualGrid(Grid):
             self._release(batch)
         return replies + [self._ready.pop(message_id) for message_id in list(self._ready) if message_id in waiting]
 
-    # ------------------------------------------------------------------------------------------------- who is who
-
-    def _ask_identity(self, nodes: Sequence[int]) -> None:
-        for node in nodes:
-            message = Message(RecordDict(), node, "query.identity")
-            for message_id in self._grid.push_messages([message]):
-                self._asked[message_id] = node
-
-    def _hear_identity(self) -> None:
-        for reply in list(self._grid.pull_messages(sorted(self._asked))):
-            node = self._asked.pop(reply.metadata.reply_to_message_id, None)
-            if node is None:
-                continue
-            try:
-                self._partitions[node] = self._partition(reply)
-            except FleetError as error:
-                self._left_out[node] = str(error)
-                log.error("a node takes no part: %s", error)
-
-    def _partition(self, reply: Message) -> int:
-        """Partition of the node that sent this reply to query.identity.
-
-        Raises:
-            FleetError: an error, no partition, or one that another node has.
-        """
-        if reply.has_error():
-            raise FleetError([_one_line(reply.error.reason)])
-        record = reply.content.config_records.get("identity", ConfigRecord())
-        partition, count = record.get("partition-id", -1), record.get("num-partitions", 0)
-        if type(partition) is not int or partition < 0:
-            raise FleetError([f"node {record.get('name')!r} has no partition-id; a fleet needs simulated nodes"])
-        if partition in self._partitions.values():
-            raise FleetError([f"partition {partition} is there twice"])
-        if self._clients and partition >= len(self._clients):
-            raise FleetError([f"partition {partition} came after the fleet was dealt out to {len(self._clients)}"])
-        if type(count) is int:
-            self._num_partitions = max(self._num_partitions, count)
-        return partition
+    # ------------------------------------------------------------------------------------------------- on the way
 
     def _client_of(self, node: int) -> FleetClient:
         """The fleet's client that this node plays. The fleet is dealt out when it is first asked for."""
-        if node not in self._partitions:
+        partition = self._roll.partitions.get(node)
+        if partition is None:
             raise FleetError([f"node {node} is not known to the fleet; take nodes from get_node_ids"])
         if not self._clients:
-            count = max(self._num_partitions, *(partition + 1 for partition in self._partitions.values()))
-            self._clients = self._fleet.deal(count, self._task_refs)
+            self._clients = self._fleet.deal(self._roll.close(), self._task_refs)
             self._devices = {
                 client.name: VirtualDevice(client, self._fleet, self._costs, self._seed) for client in self._clients
             }
-        return self._clients[self._partitions[node]]
-
-    # ------------------------------------------------------------------------------------------------- on the way
+        return self._clients[partition]
 
     def _stamp(self, message: Message, batch: _Batch) -> _Sent:
         """A copy of the message with the node's holdings. Arrays are shared with the original, records are not."""
@@ -376,7 +324,3 @@ def _is_train(message: Message) -> bool:
 
 def _num_bytes(content: RecordDict) -> int:
     return sum(record.count_bytes() for record in content.array_records.values())
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "no reason given").split())

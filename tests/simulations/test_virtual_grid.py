@@ -238,6 +238,16 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     assert len(grid.get_node_ids()) == 3
 
 
+def test_a_node_that_comes_after_the_fleet_was_dealt_out_takes_no_part(caplog: pytest.LogCaptureFixture) -> None:
+    grid = virtual()
+    fake: FakeGrid = grid._grid  # type: ignore[assignment]
+    nodes = grid.get_node_ids()
+    profiles_of(grid)
+    fake.partition_of[5] = 3
+    assert grid.get_node_ids() == nodes
+    assert "partition 3 came after the fleet was dealt out to 3 clients" in caplog.text
+
+
 # -------------------------------------------------------------------------------------------------------- stamping
 
 
