@@ -33,7 +33,12 @@ def main(grid: Grid, context: Context) -> None:
             )
         evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
         strategy = build(settings.strategy, list(evaluator.tasks))
-        run_loop.run(_with_fleet(grid, settings), settings, strategy, evaluator, history)
+        federation = _with_fleet(grid, settings)
+        try:
+            run_loop.run(federation, settings, strategy, evaluator, history)
+        finally:
+            for note in getattr(federation, "notes", ()):
+                history.note(note)
     except BaseException as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         log.error("run failed: %s", cause)

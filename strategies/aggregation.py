@@ -28,15 +28,19 @@ def normalised_average(
 ) -> dict[str, NDArray]:
     """FedNova (Wang et al., NeurIPS 2020, eq. 9): clients that made more local steps do not pull harder.
 
-        x_new = x + tau_eff * sum_d p_d (x_d - x) / tau_d        tau_eff = sum_d p_d tau_d
+        x_new = x + tau_eff * sum_d p_d (x_d - x) / tau_d        1 / tau_eff = sum_d p_d / tau_d
 
     with tau_d the local steps and p_d the weights, which sum to 1. At equal steps this is the weighted average. Sums
     are made in float64. Arrays that no step moved: see `other_arrays`.
+
+    The paper leaves tau_eff free and uses sum_d p_d tau_d. With that, factors add up to more than 1 when steps differ
+    (1.7 at 10, 15, 90 and 135 steps), and steps that have already brought clients near an optimum overshoot it. The
+    harmonic mean is the largest tau_eff at which x_new is still a convex combination of the clients' weights.
     """
     ordered = sorted(updates, key=lambda update: update.client)
     weights = _weights(ordered, weighting)
     steps = np.array([update.num_steps for update in ordered], dtype=np.float64)
-    factors = float(weights @ steps) * weights / steps
+    factors = weights / steps / float(np.sum(weights / steps))
     joined = other_arrays(ordered, current, weighting)
     for key, start in current.items():
         if key not in joined:

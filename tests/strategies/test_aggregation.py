@@ -31,10 +31,10 @@ def test_equal_steps_give_the_weighted_average() -> None:
 
 
 def test_uneven_steps_are_normalised_as_in_fednova() -> None:
-    # p = (3/4, 1/4), tau = (6, 2): tau_eff = 5. Moves per step: (7 - 1) / 6 = 1 and (5 - 1) / 2 = 2.
-    # x = 1 + 5 * (3/4 * 1 + 1/4 * 2) = 7.25; the plain average would be 6.5.
+    # p = (3/4, 1/4), tau = (6, 2): 1 / tau_eff = 3/24 + 1/8, so tau_eff = 4. Moves per step:
+    # (7 - 1) / 6 = 1 and (5 - 1) / 2 = 2. x = 1 + 4 * (3/4 * 1 + 1/4 * 2) = 6; the plain average would be 6.5.
     found = normalised_average([update("a", 7.0, 30, 6), update("b", 5.0, 10, 2)], START)
-    np.testing.assert_allclose(found["t/w"], 7.25)
+    np.testing.assert_allclose(found["t/w"], 6.0)
 
 
 def test_gradient_steps_of_unequal_length_keep_the_fixed_point() -> None:
@@ -49,6 +49,12 @@ def test_gradient_steps_of_unequal_length_keep_the_fixed_point() -> None:
             updates.append(update(client, y, 10, steps))
         x = float(normalised_average(updates, {"t/w": np.full(2, x, dtype=np.float32)})["t/w"][0])
     assert abs(x) < 0.02
+
+
+def test_the_average_stays_among_the_clients_however_unequal_their_steps() -> None:
+    steps = {"a": 10, "b": 15, "c": 135, "d": 90}
+    updates = [update(client, 2.0, 8 * count, count) for client, count in steps.items()]
+    np.testing.assert_allclose(normalised_average(updates, START)["t/w"], 2.0)
 
 
 def test_weights_by_examples_held() -> None:
