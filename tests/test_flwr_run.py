@@ -89,9 +89,11 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     process = start(tmp_path, 'tasks="tiny-digits" min-clients=9 join-timeout-s=3')
     output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1, output
-    assert "4 of at least 9 clients joined within 3 s" in output.strip().splitlines()[-1] or any(
-        "4 of at least 9 clients joined within 3 s" in line for line in output.splitlines()
-    )
+    causes = [line for line in output.splitlines() if line.startswith("run failed: ")]
+    assert len(causes) == 1, output
+    assert "of at least 9 clients joined within 3 s; start more SuperNodes" in causes[0]
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "summary.json").read_text())["cause"] == causes[0].removeprefix("run failed: ")
 
 
 def test_bad_settings_fail_before_anything_starts(tmp_path: Path) -> None:
