@@ -15,7 +15,7 @@ from tasks.data import Once
 from tasks.detection import encode, grid_loss
 from tasks.metrics import DetectionMap, MeanIoU
 from tasks.models import GridDetector, LeNet, UNet
-from tasks.scenes import NUM_MASK_CLASSES, Scenes, SceneStyle, compose, photo_parts
+from tasks.scenes import NUM_MASK_CLASSES, Scenes, SceneStyle, train_and_test
 from tasks.sources import mnist_5k
 
 NUM_DIGIT_CLASSES = 10
@@ -30,21 +30,18 @@ _scenes: Once[tuple[Scenes, Scenes]] = Once()
 
 def driving_scenes(seed: int) -> tuple[Scenes, Scenes]:
     """Training and test scenes, composed once per process and seed; they share no digit and no part of a photo."""
-    return _scenes.get(seed, lambda: (_compose("train", seed), _compose("test", seed)))
 
+    def compute() -> tuple[Scenes, Scenes]:
+        return train_and_test(
+            *mnist_5k(seed),
+            num_train_digits=NUM_TRAIN_DIGITS,
+            num_train=NUM_TRAIN_SCENES,
+            num_test=NUM_TEST_SCENES,
+            seed=seed,
+            style=STYLE,
+        )
 
-def _compose(split: str, seed: int) -> Scenes:
-    images, classes = mnist_5k(seed)
-    train = split == "train"
-    chosen = slice(0, NUM_TRAIN_DIGITS) if train else slice(NUM_TRAIN_DIGITS, None)
-    return compose(
-        count=NUM_TRAIN_SCENES if train else NUM_TEST_SCENES,
-        photos=photo_parts(split),
-        digits=images[chosen],
-        digit_classes=classes[chosen],
-        seed=(seed, int(train)),
-        style=STYLE,
-    )
+    return _scenes.get(seed, compute)
 
 
 class Digits(Classification):

@@ -108,6 +108,33 @@ def _ink_boxes(ink: np.ndarray) -> np.ndarray:
     return np.stack([x1, y1, x2, y2], axis=1).astype(np.float32)
 
 
+def train_and_test(
+    images: np.ndarray,
+    classes: np.ndarray,
+    *,
+    num_train_digits: int,
+    num_train: int,
+    num_test: int,
+    seed: int,
+    style: SceneStyle,
+) -> tuple[Scenes, Scenes]:
+    """Training and test scenes that share no digit and no part of a photo; the first digits are for training."""
+
+    def scenes(split: str, digits: slice, count: int) -> Scenes:
+        return compose(
+            count=count,
+            photos=photo_parts(split),
+            digits=images[digits],
+            digit_classes=classes[digits],
+            seed=(seed, int(split == "train")),
+            style=style,
+        )
+
+    return scenes("train", slice(0, num_train_digits), num_train), scenes(
+        "test", slice(num_train_digits, None), num_test
+    )
+
+
 def _compose_chunk(
     rng: np.random.Generator,
     count: int,

@@ -11,7 +11,7 @@ from tasks.classification import Classification
 from tasks.data import Once
 from tasks.driving import Segmentation
 from tasks.models import SmallConvNet, UNet
-from tasks.scenes import NUM_MASK_CLASSES, Scenes, SceneStyle, compose, photo_parts
+from tasks.scenes import NUM_MASK_CLASSES, Scenes, SceneStyle, train_and_test
 from tasks.sources import faces, small_digits
 
 NUM_TRAIN_DIGITS = 1400
@@ -25,21 +25,18 @@ _scenes: Once[tuple[Scenes, Scenes]] = Once()
 
 def tiny_scenes(seed: int) -> tuple[Scenes, Scenes]:
     """Training and test scenes of 32x32 pixels, composed once per process and seed."""
-    return _scenes.get(seed, lambda: (_compose("train", seed), _compose("test", seed)))
 
+    def compute() -> tuple[Scenes, Scenes]:
+        return train_and_test(
+            *small_digits(seed),
+            num_train_digits=NUM_TRAIN_DIGITS,
+            num_train=NUM_TRAIN_SCENES,
+            num_test=NUM_TEST_SCENES,
+            seed=seed,
+            style=STYLE,
+        )
 
-def _compose(split: str, seed: int) -> Scenes:
-    images, classes = small_digits(seed)
-    train = split == "train"
-    chosen = slice(0, NUM_TRAIN_DIGITS) if train else slice(NUM_TRAIN_DIGITS, None)
-    return compose(
-        count=NUM_TRAIN_SCENES if train else NUM_TEST_SCENES,
-        photos=photo_parts(split),
-        digits=images[chosen],
-        digit_classes=classes[chosen],
-        seed=(seed, int(train)),
-        style=STYLE,
-    )
+    return _scenes.get(seed, compute)
 
 
 class TinyDigits(Classification):
