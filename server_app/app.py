@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from server_app import run_loop
@@ -31,14 +31,7 @@ def main(grid: Grid, context: Context) -> None:
                 "Flower installed this app's dependencies again for this run; set "
                 "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 before the SuperLink starts to save that time"
             )
-        evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
-        strategy = build(settings.strategy, list(evaluator.tasks))
-        federation = _with_fleet(grid, settings)
-        try:
-            run_loop.run(federation, settings, strategy, evaluator, history)
-        finally:
-            for note in getattr(federation, "notes", ()):
-                history.note(note)
+        federate(grid, settings, history)
     except BaseException as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         log.error("run failed: %s", cause)
@@ -46,6 +39,18 @@ def main(grid: Grid, context: Context) -> None:
         raise
     history.finish()
     log.info("outputs in %s", history.folder)
+
+
+def federate(grid: Grid, settings: Settings, history: RunHistory) -> ArrayRecord:
+    """Put evaluator, strategy and fleet together and run; returns the last weights."""
+    evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
+    strategy = build(settings.strategy, list(evaluator.tasks))
+    federation = _with_fleet(grid, settings)
+    try:
+        return run_loop.run(federation, settings, strategy, evaluator, history)
+    finally:
+        for note in getattr(federation, "notes", ()):
+            history.note(note)
 
 
 def _settings(context: Context) -> Settings:

@@ -12,14 +12,13 @@ from flwr.app import Array, ArrayRecord, Context, Message
 
 from client_app.app import app as client_app
 from gpu_runtime.settings import flatten
+from server_app import app as server_app
 from server_app import run_loop
-from server_app.app import _with_fleet
 from server_app.evaluation import Evaluator
 from server_app.exchange import NoClientsError
 from server_app.history import RunHistory
 from server_app.settings import Settings
 from strategies.options import StrategyError
-from strategies.registry import build
 from tests.in_process_grid import InProcessGrid
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
@@ -48,9 +47,7 @@ def federate(
         spoil(grid)
     folder.mkdir(parents=True, exist_ok=True)
     history = RunHistory(folder, settings)
-    evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
-    strategy = build(settings.strategy, list(evaluator.tasks))
-    arrays = run_loop.run(_with_fleet(grid, settings), settings, strategy, evaluator, history)
+    arrays = server_app.federate(grid, settings, history)
     history.finish()
     return run_loop.to_numpy(arrays), json.loads((folder / "summary.json").read_text())
 
