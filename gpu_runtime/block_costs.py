@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from gpu_runtime.contracts import BlockCost
-from gpu_runtime.training import num_examples_in
-from gpu_runtime.transfer import Batch, map_tensors
+from gpu_runtime.transfer import Batch, map_tensors, num_examples_in
 
 MIN_REPEATS = 2
 MAX_REPEATS = 10

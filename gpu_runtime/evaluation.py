@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_runtime.training import loaded_model, num_examples_in
-from gpu_runtime.transfer import Batch, batches_on, map_tensors
+from gpu_runtime.training import loaded_model
+from gpu_runtime.transfer import Batch, batches_on, map_tensors, num_examples_in
 from gpu_runtime.work import Work
 from gpu_runtime.workload import Examples, Workload
 

@@ -11,18 +11,17 @@ import torch
 from torch import nn
 
 from gpu_runtime.contracts import TaskPlan
+from gpu_runtime.losses import LossRecord, LossStatistics
+from gpu_runtime.micro_batches import Buffers, MicroBatches
+from gpu_runtime.precision import Precision
 from gpu_runtime.randomness import generator_state, sample_batches, seed_of, seeded_draws
 from gpu_runtime.state import dump_state, load_state
-from gpu_runtime.transfer import Batch, batches_on, map_tensors
-from gpu_runtime.work import Work
+from gpu_runtime.transfer import Batch, batches_on, num_examples_in
+from gpu_runtime.work import TrainingError, Work
 from gpu_runtime.workload import Workload
 
 # On CUDA, reading the loss waits for the device: look for NaN only every so many steps, and at the end.
 LOSS_CHECK_STRIDE = 16
-
-
-class TrainingError(RuntimeError):
-    """Training that cannot go on; the text says why in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +33,15 @@ class Origin:
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossStatistics:
-    """Losses of a training: of its first step, the mean over examples, of its last step. None before the first step."""
-
-    first: float | None = None
-    mean: float | None = None
-    last: float | None = None
-
-
 class TaskTraining(Work):
     """One task's local training for one round.
 
     The model is built and loaded in the first step, so that this happens in the task's lane and not before its turn.
     Modules that draw random numbers (dropout) are noticed in the first step; from then on each forward pass draws from
     generators seeded for that step and held by one thread at a time, so that lanes do not disturb each other.
+
+    A step that runs out of memory is repeated in micro-batches (`gpu_runtime.micro_batches`). Models see each example
+    once all the same; random draws and buffers start where those of the first attempt did.
 
     Args:
         workload: model, loss, optimiser and this client's examples.
@@ -58,7 +51,7 @@ class TaskTraining(Work):
         device: where to train.
 
     Raises:
-        TrainingError: no examples held, or a plan that cannot be followed.
+        TrainingError: no examples held, a plan that cannot be followed, or an unknown precision.
     """
 
     def __init__(
@@ -85,31 +78,59 @@ class TaskTraining(Work):
         self._optimizer: torch.optim.Optimizer | None = None
         self._anchor: list[torch.Tensor] = []
         self._draws_random_numbers: bool | None = None
-        self._losses = _LossRecord(stride=1 if device.type == "cpu" else LOSS_CHECK_STRIDE)
+        self._precision = Precision(workload, device)
+        self._micro_batches = MicroBatches(self.batch_size, device)
+        self._buffers: Buffers | None = None
+        self._losses = LossRecord(stride=1 if device.type == "cpu" else LOSS_CHECK_STRIDE)
         self.arrays: dict[str, np.ndarray] = {}
 
     @property
     def losses(self) -> LossStatistics:
         return self._losses.statistics()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self._micro_batches.notes, *self._precision.notes)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Examples at a time, where memory made that less than a batch."""
+        return None if self._micro_batches.size == self.batch_size else self._micro_batches.size
+
+    def shrink(self, fraction: float, need: str) -> bool:
+        return self._micro_batches.shrink(fraction, need)
+
     def step(self) -> None:
         """Advance by one optimiser step.
 
         Raises:
             StateError: in the first step, when the arrays do not fit the model.
-            TrainingError: the loss is not finite.
+            TrainingError: the loss is not finite, or memory is short even for one example at a time.
         """
-        model, optimizer = self._prepared()
-        with torch.enable_grad():
-            loss, num_examples = self._forward(model)
+        model, optimizer, buffers = self._prepared()
+        batch = next(self._batches)
+        buffers.keep()
+        optimizer.zero_grad(set_to_none=True)
+
+        def undo() -> None:
             optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(loss)
+            buffers.put_back()
+
+        with torch.enable_grad():
+            loss = self._micro_batches.mean_loss(
+                batch,
+                self.steps_done + 1,
+                add=lambda part, before, weight: self._add_gradient(model, part, before, weight),
+                undo=undo,
+            )
+        self._precision.unscale(optimizer)
         if self._anchor:
             self._pull_to_anchor(model)
-        optimizer.step()
+        self._precision.step(optimizer)
+        num_examples = num_examples_in(batch)
         self.steps_done += 1
         self.examples_done += num_examples
-        self._losses.add(loss.detach(), num_examples)
+        self._losses.add(loss, num_examples)
 
     def finish(self) -> None:
         """Set `arrays` to the trained weights.
@@ -131,8 +152,8 @@ class TaskTraining(Work):
         origin = self._origin
         return seed_of(origin.seed, origin.server_round, origin.client, self.task, purpose)
 
-    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        if self._model is None or self._optimizer is None:
+    def _prepared(self) -> tuple[nn.Module, torch.optim.Optimizer, Buffers]:
+        if self._model is None or self._optimizer is None or self._buffers is None:
             model = loaded_model(self._workload, self._start_arrays, self._device, seed=self._seed("model"))
             self._start_arrays = {}
             model.train()
@@ -140,24 +161,31 @@ class TaskTraining(Work):
             self._optimizer = self._workload.optimizer(model.parameters(), rate)
             if self._plan.proximal_mu:
                 self._anchor = [parameter.detach().clone() for parameter in model.parameters()]
-            self._model = model
-        return self._model, self._optimizer
+            self._model, self._buffers = model, Buffers(model)
+        return self._model, self._optimizer, self._buffers
 
-    def _forward(self, model: nn.Module) -> tuple[torch.Tensor, int]:
-        """Loss of the next batch and the number of its examples."""
+    def _add_gradient(self, model: nn.Module, part: Batch, before: int, weight: float) -> torch.Tensor:
+        """Add `weight` times the gradient of a (micro-)batch with `before` examples of its batch before it."""
+        loss = self._forward(model, part, before)
+        self._precision.backward(loss if weight == 1.0 else loss * weight)
+        return loss
+
+    def _forward(self, model: nn.Module, part: Batch, before: int) -> torch.Tensor:
         if self._draws_random_numbers is False:
-            return self._loss_of_next(model)
-        with seeded_draws(self._seed(f"step {self.steps_done}"), self._device):
-            before = generator_state(self._device)
-            result = self._loss_of_next(model)
+            return self._loss_of(model, part)
+        purpose = f"step {self.steps_done}" + (f" example {before}" if before else "")
+        with seeded_draws(self._seed(purpose), self._device):
+            generators = generator_state(self._device)
+            loss = self._loss_of(model, part)
             if self._draws_random_numbers is None:
                 after = generator_state(self._device)
-                self._draws_random_numbers = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            return result
+                self._draws_random_numbers = any(not torch.equal(a, b) for a, b in zip(generators, after, strict=True))
+            return loss
 
-    def _loss_of_next(self, model: nn.Module) -> tuple[torch.Tensor, int]:
-        inputs, targets = next(self._batches)
-        return self._workload.loss(model(inputs), targets), num_examples_in((inputs, targets))
+    def _loss_of(self, model: nn.Module, part: Batch) -> torch.Tensor:
+        inputs, targets = part
+        with self._precision.forward():
+            return self._workload.loss(model(inputs), targets)
 
     @torch.no_grad()
     def _pull_to_anchor(self, model: nn.Module) -> None:
@@ -167,7 +195,7 @@ class TaskTraining(Work):
                 parameter.grad.add_(parameter - start, alpha=self._plan.proximal_mu)
 
     def _release(self) -> None:
-        self._model, self._optimizer, self._anchor = None, None, []
+        self._model, self._optimizer, self._buffers, self._anchor = None, None, None, []
         self._batches = iter(())
         self._start_arrays = {}
 
@@ -184,41 +212,6 @@ def _check(plan: TaskPlan, batch_size: int) -> None:
         value = getattr(plan, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise TrainingError(f"plan sets {name} to {value}; it must be finite and not negative")
-
-
-class _LossRecord:
-    """Losses kept on the device; read, and so waited for, every `stride` steps only."""
-
-    def __init__(self, stride: int) -> None:
-        self._stride = stride
-        self._first: torch.Tensor | None = None
-        self._last: torch.Tensor | None = None
-        self._sum: torch.Tensor | None = None
-        self._num_steps = 0
-        self._num_examples = 0
-
-    def add(self, loss: torch.Tensor, num_examples: int) -> None:
-        # Double on the host, for a mean that does not depend on the order of magnitude of the number of steps.
-        weighted = loss.double() * num_examples
-        self._sum = weighted if self._sum is None else self._sum + weighted
-        self._first = loss if self._first is None else self._first
-        self._last = loss
-        self._num_steps += 1
-        self._num_examples += num_examples
-        if self._num_steps % self._stride == 0:
-            self.check()
-
-    def check(self) -> None:
-        if self._sum is not None and not math.isfinite(self._sum.item()):
-            where = f"step {self._num_steps}" if self._stride == 1 else f"or before step {self._num_steps}"
-            raise TrainingError(f"loss is not finite at {where}")
-
-    def statistics(self) -> LossStatistics:
-        if self._first is None or self._sum is None or self._last is None:
-            return LossStatistics()
-        values = (self._first.item(), self._sum.item() / self._num_examples, self._last.item())
-        first, mean, last = (value if math.isfinite(value) else None for value in values)
-        return LossStatistics(first=first, mean=mean, last=last)
 
 
 def loaded_model(
@@ -246,17 +239,3 @@ def on_device(model: nn.Module, workload: Workload, device: torch.device) -> nn.
     if getattr(workload, "channels_last", has_convolutions):
         model = model.to(memory_format=torch.channels_last)
     return model.to(device)
-
-
-def num_examples_in(batch: Batch) -> int:
-    """Length of the first dimension of the batch's first tensor."""
-    sizes: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(tensor))
-        return tensor
-
-    map_tensors(note, batch)
-    if not sizes:
-        raise TrainingError("a batch holds no tensors")
-    return sizes[0]

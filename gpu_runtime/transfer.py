@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gpu_runtime.work import TrainingError
+
 Batch = tuple[Any, Any]
 
 
@@ -21,6 +23,20 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     if isinstance(value, dict):
         return {key: map_tensors(change, item) for key, item in value.items()}
     return value
+
+
+def num_examples_in(batch: Batch) -> int:
+    """Length of the first dimension of the batch's first tensor."""
+    sizes: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(tensor))
+        return tensor
+
+    map_tensors(note, batch)
+    if not sizes:
+        raise TrainingError("a batch holds no tensors")
+    return sizes[0]
 
 
 def batches_on(device: torch.device, batches: Iterable[Batch], cuda: Any = torch.cuda) -> Iterator[Batch]:

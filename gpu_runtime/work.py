@@ -5,6 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 
+class TrainingError(RuntimeError):
+    """Work that cannot go on; the text says why in one line."""
+
+
 class Work(ABC):
     """A piece of work of one task, advanced one step at a time, never by two threads at once.
 
@@ -24,6 +28,19 @@ class Work(ABC):
     @property
     def finished(self) -> bool:
         return self.examples_done >= self.num_examples
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What did not go as planned and was overcome, in words for the report."""
+        return ()
+
+    def shrink(self, fraction: float, need: str) -> bool:
+        """Called before the first step: do with at most `fraction` of the memory, for the reason that `need` tells.
+
+        Returns:
+            False when the work cannot.
+        """
+        return False
 
     @abstractmethod
     def step(self) -> None:

@@ -33,7 +33,18 @@ class MetricSet(Protocol):
 
 
 class Workload(Protocol):
-    """One learning problem: model, loss, optimiser, metrics and data."""
+    """One learning problem: model, loss, optimiser, metrics and data.
+
+    A workload may also have these, which the runtime reads with a default:
+
+    `channels_last: bool`: memory format of its model; by default that of models with 2-d convolutions is channels-last.
+
+    `autocast_dtype: None | "bfloat16" | "float16"`: run forward pass and loss of its training in mixed precision, on
+    CUDA only (None by default; other devices train in full precision). "bfloat16" is the good start: it has the range
+    of float32. "float16" scales its losses, waits for the device once a step, and skips steps that overflow. Losses
+    must be safe to autocast: `binary_cross_entropy_with_logits`, not `binary_cross_entropy`. Evaluation is in full
+    precision.
+    """
 
     name: str
     batch_size: int
