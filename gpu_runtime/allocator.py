@@ -16,7 +16,8 @@ Curve = tuple[tuple[float, float], ...]
 class TaskLoad:
     """Work of one task: `num_examples` W at `solo_cost_s` c each, `demand` V, and its `speed_curve` s(v).
 
-    An empty curve stands for s(v) = min(1, v / V). `maximum_share` is a cap set by the plan.
+    An empty curve stands for s(v) = min(1, v / V). `maximum_share` is a cap set by the plan. `peak_memory_bytes` is 0
+    where unknown.
     """
 
     task: str
@@ -25,6 +26,7 @@ class TaskLoad:
     demand: float = 1.0
     speed_curve: Curve = ()
     maximum_share: float = 1.0
+    peak_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "solo_cost_s", "demand", "maximum_share"):

@@ -206,6 +206,8 @@ class TaskReport:
     """What one task really did. `seconds` is when it finished, counted from the start of the client's round.
 
     `outcome` is "trained", "failed" or "cancelled"; `num_examples` counts what entered the weights of the reply.
+    `micro_batch` is the examples at a time where memory made that less than a batch; `peak_memory_bytes` what was
+    measured, 0 where it cannot be told apart from what others took.
     """
 
     task: str
@@ -218,6 +220,8 @@ class TaskReport:
     first_loss: float | None = None
     mean_loss: float | None = None
     last_loss: float | None = None
+    micro_batch: int | None = None
+    peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

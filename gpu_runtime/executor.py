@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu_runtime.allocator import TaskLoad, equal_finish
 from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED, Span
+from gpu_runtime.device import Device
+from gpu_runtime.device_memory import free_bytes
 from gpu_runtime.lanes.base import DEFAULT_OPTIONS, Lane, LaneOptions, PartitionBackend
+from gpu_runtime.memory import Admission
 from gpu_runtime.step_queue import Entry, Grant, StepQueue
 from gpu_runtime.work import Work
 
@@ -49,10 +52,17 @@ class Executor:
     Args:
         backend: makes the lanes.
         options: sharing mode, determinism, tracing.
+        read_free: bytes of memory free on a device, None where unknown. Tasks that do not fit wait for others to end.
     """
 
-    def __init__(self, backend: PartitionBackend, options: LaneOptions = DEFAULT_OPTIONS) -> None:
-        self._backend, self._options = backend, options
+    def __init__(
+        self,
+        backend: PartitionBackend,
+        options: LaneOptions = DEFAULT_OPTIONS,
+        *,
+        read_free: Callable[[Device], int | None] = free_bytes,
+    ) -> None:
+        self._backend, self._options, self._read_free = backend, options, read_free
 
     def run(
         self,
@@ -77,7 +87,12 @@ class Executor:
         start_s = time.perf_counter() if origin_s is None else origin_s
         if not works:
             return Execution(results={}, seconds=time.perf_counter() - start_s)
-        run = _Run(self._backend, self._options, works, loads, start_s, deadline_s)
+        admission = Admission(
+            {load.task: load.peak_memory_bytes for load in loads},
+            lambda: self._read_free(self._backend.device),
+            at_once=1 if self._backend.in_order else None,
+        )
+        run = _Run(self._backend, self._options, works, loads, start_s, deadline_s, admission)
         return run.until_done(cancel or threading.Event())
 
 
@@ -92,11 +107,12 @@ class _Run:
         loads: Sequence[TaskLoad],
         start_s: float,
         deadline_s: float | None,
+        admission: Admission,
     ) -> None:
         self._backend, self._options, self._works = backend, options, works
-        self._start_s, self._deadline_s = start_s, deadline_s
+        self._start_s, self._deadline_s, self._admission = start_s, deadline_s, admission
         self._results: dict[str, WorkResult] = {}
-        self._notes = list(backend.notes(options))
+        self._notes: list[str] = []
         self._shares: Mapping[str, float] = (
             {load.task: 1.0 for load in loads}
             if backend.in_order
@@ -112,6 +128,7 @@ class _Run:
             in_order=backend.in_order,
             deterministic=options.deterministic,
             deadline_s=None if deadline_s is None else start_s + deadline_s,
+            admission=admission,
         )
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane {lane.name}", daemon=True)
@@ -128,12 +145,13 @@ class _Run:
             self._stop()
             raise
         finally:
-            self._backend.restore()
+            # First: unfinished work holds tensors of lanes whose streams may not outlive `restore`.
             self._drop_unfinished()
+            self._backend.restore()
         return Execution(
             results=dict(self._results),
             seconds=time.perf_counter() - self._start_s,
-            notes=tuple(self._notes),
+            notes=(*self._backend.notes(self._options), *self._notes, *self._admission.notes),
             spans=tuple(sorted((span for lane in self._lanes for span in lane.spans), key=lambda span: span.start_s)),
         )
 
@@ -217,6 +235,7 @@ class _Run:
                 self._set_result(work, CANCELLED, "cancelled")
 
     def _set_result(self, work: Work, outcome: str, error: str) -> None:
+        self._notes.extend(f"{work.task}: {note}" for note in work.notes)
         self._results[work.task] = WorkResult(
             task=work.task,
             outcome=outcome,

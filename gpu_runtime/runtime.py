@@ -29,6 +29,7 @@ from gpu_runtime.contracts import (
     split_key,
 )
 from gpu_runtime.device import Device, discover
+from gpu_runtime.device_memory import PeakMemory
 from gpu_runtime.evaluation import TaskEvaluation
 from gpu_runtime.executor import Execution, Executor, one_line
 from gpu_runtime.lanes import LaneOptions, choose
@@ -163,6 +164,7 @@ class EmbeddedRuntime(Runtime):
             trainings, refused = self._trainings(plan, arrays, held)
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
+            peak = PeakMemory(self.device)
             execution = Executor(backend, options).run(
                 trainings,
                 [self._load(training, plans[training.task]) for training in trainings],
@@ -170,7 +172,8 @@ class EmbeddedRuntime(Runtime):
                 cancel=self._cancel,
                 origin_s=origin_s,
             )
-        reports = {training.task: _task_report(training, execution) for training in trainings}
+            peak_bytes = peak.read() if len(trainings) == 1 else 0
+        reports = {training.task: _task_report(training, execution, peak_bytes) for training in trainings}
         trained = [training for training in trainings if reports[training.task].outcome == TRAINED]
         return TrainResult(
             arrays={
@@ -287,6 +290,8 @@ class EmbeddedRuntime(Runtime):
             demand=cost.demand if cost else 1.0,
             speed_curve=cost.speed_curve if cost else (),
             maximum_share=cap,
+            # Measured in training: an evaluation takes less.
+            peak_memory_bytes=cost.peak_memory_bytes if cost and plan is not None else 0,
         )
 
 
@@ -304,7 +309,7 @@ def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.
     return by_task
 
 
-def _task_report(training: TaskTraining, execution: Execution) -> TaskReport:
+def _task_report(training: TaskTraining, execution: Execution, peak_memory_bytes: int) -> TaskReport:
     result = execution.results[training.task]
     trained = result.outcome == TRAINED
     losses = training.losses
@@ -319,6 +324,8 @@ def _task_report(training: TaskTraining, execution: Execution) -> TaskReport:
         first_loss=losses.first,
         mean_loss=losses.mean,
         last_loss=losses.last,
+        micro_batch=training.micro_batch,
+        peak_memory_bytes=peak_memory_bytes,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gpu_runtime.allocator import TaskLoad, equal_finish, whole_shares
 from gpu_runtime.lanes.base import Lane
+from gpu_runtime.memory import Admission, MemoryNeedError
 from gpu_runtime.work import Work
 
 # Shorter steps are granted several at a time: below this a lane would spend its time on locks and thread switches.
@@ -35,11 +36,15 @@ class Grant:
 
 @dataclass(kw_only=True)
 class Entry:
-    """One task in the queue. `rates` holds seconds per example seen at each width, `tried` how often it was used."""
+    """One task in the queue. `rates` holds seconds per example seen at each width, `tried` how often it was used.
+
+    A task that is not `admitted` waits for memory and takes no steps.
+    """
 
     work: Work
     load: TaskLoad
     running_width: int = 0
+    admitted: bool = False
     ended: bool = False
     rates: dict[int, float] = field(default_factory=dict)
     tried: dict[int, int] = field(default_factory=dict)
@@ -92,6 +97,7 @@ class StepQueue:
         deadline_s: `clock` time after which work is cut short after its current step.
         clock: seconds, e.g. `time.perf_counter`.
         on_end: called (under the queue's lock) with each work that ended, and its exception or None.
+        admission: decides which tasks fit into memory together; without it all do.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class StepQueue:
         in_order: bool = False,
         deterministic: bool = False,
         deadline_s: float | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._entries = {entry.work.task: entry for entry in entries}
         self._threads, self._num_lanes = threads, num_lanes
@@ -114,6 +121,8 @@ class StepQueue:
         self._cancelled = False
         self._widths: Mapping[str, int] = {}
         self._widths_of: tuple[str, ...] = ()
+        self._admission = admission
+        self._admit()
 
     def take(self, lane: Lane) -> Grant | None:
         """The next grant for `lane`; waits for one. None when nothing is left for this lane to do."""
@@ -181,6 +190,24 @@ class StepQueue:
     def _end(self, entry: Entry, error: BaseException | None) -> None:
         entry.ended = True
         self._on_end(entry.work, error)
+        if self._admission is not None:
+            self._admission.release(entry.work.task)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let those that fit into memory take steps, the longest first (if in order, the next)."""
+        waiting = [entry for entry in self._entries.values() if not (entry.ended or entry.admitted)]
+        if self._admission is None:
+            for entry in waiting:
+                entry.admitted = True
+            return
+        waiting = waiting[:1] if self._in_order else sorted(waiting, key=lambda entry: -entry.left_s)
+        for admitted in self._admission.admit([entry.work.task for entry in waiting]):
+            entry = self._entries[admitted.task]
+            entry.admitted = True
+            if admitted.fraction < 1 and not entry.work.shrink(admitted.fraction, admitted.need):
+                entry.work.abandon()
+                self._end(entry, MemoryNeedError(f"{admitted.need}, too few even for one example at a time"))
 
     def _grant(self, lane: Lane, mine: Sequence[Entry], unfinished: Sequence[Entry]) -> Grant | None:
         idle = [entry for entry in mine if entry.running_width == 0]
@@ -189,6 +216,9 @@ class StepQueue:
             return None
         if self._past_deadline():
             return Grant(work=idle[0].work, num_steps=0, width=1, last=True)
+        idle, mine, unfinished = ([each for each in some if each.admitted] for some in (idle, mine, unfinished))
+        if not idle:
+            return None
         if self._in_order:
             entry = idle[0]
         elif lane.tasks is None:

@@ -162,11 +162,11 @@ def test_ctrl_c_stops_the_lanes_and_goes_on() -> None:
 
 
 def test_a_step_that_does_not_return_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "STUCK_S", 0.1)
+    monkeypatch.setattr(executor_module, "STUCK_S", 0.5)
     release = threading.Event()
     stuck = FakeWork("stuck", during=lambda number: release.wait(30) and None)
     try:
-        results = run(stuck, FakeWork("good"), deadline_s=0.05).results
+        results = run(stuck, FakeWork("good"), deadline_s=0.5).results
     finally:
         release.set()
     assert results["stuck"].outcome == FAILED
