@@ -64,7 +64,7 @@ def profile(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Say what the device is and which backends work on it."""
     from gpu_runtime.device import CUDA, discover, read_nvml
-    from gpu_runtime.lanes import BACKENDS, choose
+    from gpu_runtime.lanes import BACKENDS, NOT_MADE, choose
 
     device = discover(options.cores)
     chosen = choose("auto", "competitive", device).name
@@ -75,11 +75,10 @@ def doctor(options: argparse.Namespace) -> int:
     nvml = read_nvml(device.index)
     known = ", ".join(f"{name} {value}" for name, value in asdict(nvml).items() if value is not None)
     print(f"nvml      {known or 'nothing can be read'}")
-    for name, backend in BACKENDS.items():
-        reason = backend.unavailable(device)
-        state = f"not available: {reason}" if reason else f"available, bounds {backend.bounds}"
+    backends = {name: backend.unavailable(device) for name, backend in BACKENDS.items()} | NOT_MADE
+    for name, reason in backends.items():
+        state = f"not available: {reason}" if reason else f"available, bounds {BACKENDS[name].bounds}"
         print(f"backend   {name}: {state}{' (auto)' if name == chosen else ''}")
-    backends = {name: backend.unavailable(device) for name, backend in BACKENDS.items()}
     _write_json(options.json, {"device": asdict(device), "nvml": asdict(nvml), "unavailable": backends, "auto": chosen})
     return 0
 

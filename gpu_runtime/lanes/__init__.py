@@ -5,14 +5,17 @@ from __future__ import annotations
 from gpu_runtime.device import CUDA, Device
 from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions, PartitionBackend
 from gpu_runtime.lanes.cpu import CpuBackend
+from gpu_runtime.lanes.green import GreenBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.lanes.streams import StreamsBackend
 
 BACKENDS: dict[str, type[PartitionBackend]] = {
-    backend.name: backend for backend in (SequentialBackend, CpuBackend, StreamsBackend)
+    backend.name: backend for backend in (SequentialBackend, CpuBackend, StreamsBackend, GreenBackend)
 }
+# Backends that one may look for here, and why there are none.
+NOT_MADE = {"mps": "it bounds whole processes, and lanes are threads of one process: there are no process lanes yet"}
 
-__all__ = ["BACKENDS", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
+__all__ = ["BACKENDS", "NOT_MADE", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
 
 
 def choose(backend: str, mode: str, device: Device) -> PartitionBackend:
@@ -25,6 +28,8 @@ def choose(backend: str, mode: str, device: Device) -> PartitionBackend:
         return SequentialBackend(device)
     if backend == "auto":
         backend = StreamsBackend.name if device.kind == CUDA else CpuBackend.name
+    if backend in NOT_MADE:
+        raise BackendError(f"sharing backend {backend!r} cannot be used: {NOT_MADE[backend]}")
     if backend not in BACKENDS:
         raise BackendError(f"unknown sharing backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[backend].unavailable(device)

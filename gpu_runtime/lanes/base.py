@@ -120,7 +120,10 @@ class PartitionBackend(ABC):
         """New lanes for these tasks, at least one."""
 
     def notes(self, options: LaneOptions) -> tuple[str, ...]:
-        """What of `options` this backend cannot do, in words for the report."""
+        """What of `options` could not be had, and what was given instead, in words for the report.
+
+        Called after `restore`.
+        """
         return ()
 
     def restore(self) -> None:  # noqa: B027 - most backends leave nothing behind

@@ -48,7 +48,7 @@ class StreamLane(Lane):
 
     def open(self, origin_s: float) -> None:
         self._cuda.set_device(self._device)
-        self._stream = self._cuda.Stream(self._device, priority=self._priority)
+        self._stream = self._new_stream()
         # Whatever the caller left on its stream (weights, a previous round) is done before this lane reads it.
         self._stream.wait_stream(self._cuda.default_stream(self._device))
         if self._options.trace:
@@ -78,6 +78,9 @@ class StreamLane(Lane):
             self._spans.append(Span(task=task, lane=self.name, start_s=start_s, end_s=end_s))
         self._marks.clear()
 
+    def _new_stream(self) -> Any:
+        return self._cuda.Stream(self._device, priority=self._priority)
+
     def _mark(self) -> Any:
         # Blocking: many lanes wait at once, and a spinning wait would take a core from the threads that launch.
         event = self._cuda.Event(enable_timing=self._options.trace, blocking=True)
@@ -85,11 +88,8 @@ class StreamLane(Lane):
         return event
 
 
-class StreamsBackend(PartitionBackend):
-    """One stream per task."""
-
-    name = "streams"
-    bounds = "nothing: streams share the device freely"
+class CudaBackend(PartitionBackend):
+    """What all backends with lanes on CUDA streams have in common."""
 
     @classmethod
     def unavailable(cls, device: Device) -> str:
@@ -99,6 +99,13 @@ class StreamsBackend(PartitionBackend):
     def threads(self) -> int:
         # Lanes are fed by threads that mostly launch and wait; the device, not the cores, is what they share.
         return 1_000_000
+
+
+class StreamsBackend(CudaBackend):
+    """One stream per task."""
+
+    name = "streams"
+    bounds = "nothing: streams share the device freely"
 
     def lanes(self, loads: Sequence[TaskLoad], options: LaneOptions) -> tuple[Lane, ...]:
         priorities = priorities_by_length({load.task: load.solo_s for load in loads})

@@ -6,10 +6,13 @@ import time
 
 import pytest
 import torch
+from cuda_fakes import FakeCuda, FakeDriver
 
 from gpu_runtime.allocator import TaskLoad
 from gpu_runtime.device import Device, discover
-from gpu_runtime.lanes import BACKENDS, BackendError, Lane, LaneOptions, PartitionBackend, choose
+from gpu_runtime.lanes import BACKENDS, NOT_MADE, BackendError, Lane, LaneOptions, PartitionBackend, choose
+from gpu_runtime.lanes.green import GreenBackend
+from gpu_runtime.settings import BACKENDS as SETTINGS_BACKENDS
 
 CPU = Device(name="test", kind="cpu", num_cores=3)
 CUDA = Device(name="test", kind="cuda", num_cores=132)
@@ -21,9 +24,13 @@ CASES = [pytest.param("cpu", name, id=f"{name}-cpu") for name in ON_CPU] + [
     for name, backend in BACKENDS.items()
     if not backend.unavailable(CUDA)
 ]
+# On fakes of the driver and of torch.cuda.
+CASES.append(pytest.param("fake", "green", id="green-fake"))
 
 
 def backend_of(kind: str, name: str) -> PartitionBackend:
+    if kind == "fake":
+        return GreenBackend(CUDA, driver=FakeDriver(), cuda=FakeCuda(real_time=True))
     return BACKENDS[name](CPU if kind == "cpu" else discover(kind="cuda"))
 
 
@@ -110,7 +117,9 @@ def test_choice(backend: str, mode: str, device: Device, chosen: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "device", "complaint"),
     [
-        ("green", CPU, "unknown sharing backend 'green'; there are auto, sequential, cpu, streams"),
+        ("marble", CPU, "unknown sharing backend 'marble'; there are auto, sequential, cpu, streams, green"),
+        ("green", CPU, r"'green' cannot be used: torch.cuda.is_available\(\) is false"),
+        ("mps", CPU, "'mps' cannot be used: it bounds whole processes"),
         ("streams", CPU, r"'streams' cannot be used: torch.cuda.is_available\(\) is false"),
         ("cpu", CUDA, "'cpu' cannot be used: the device is not a CPU"),
     ],
@@ -118,6 +127,11 @@ def test_choice(backend: str, mode: str, device: Device, chosen: str) -> None:
 def test_choice_that_cannot_be(backend: str, device: Device, complaint: str) -> None:
     with pytest.raises(BackendError, match=complaint):
         choose(backend, "competitive", device)
+
+
+def test_settings_offer_the_backends_there_are() -> None:
+    assert set(SETTINGS_BACKENDS) == {"auto", *BACKENDS} - {"sequential"}
+    assert not set(NOT_MADE) & set(SETTINGS_BACKENDS)
 
 
 # -------------------------------------------------------------------------------------------------------- exclusive

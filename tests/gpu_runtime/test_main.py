@@ -21,6 +21,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = capsys.readouterr().out
     for word in ("device", "driver", "nvml", "sequential: available", "cpu: ", "streams: ", "(auto)"):
         assert word in printed
+    assert "green: " in printed
+    assert "mps: not available: it bounds whole processes" in printed
     assert json.loads((tmp_path / "doctor.json").read_text())["auto"] in ("cpu", "streams")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_fakes import FakeCuda
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,63 +27,6 @@ def test_longer_tasks_are_more_urgent(lengths: list[float]) -> None:
             assert named[a] <= named[b] or priorities[a] <= priorities[b]
     if len(named) > 1:
         assert set(priorities.values()) >= {-3, 0}
-
-
-class FakeCuda:
-    """As much of `torch.cuda` as a lane uses; events are over only when waited for."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.now_ms = 0.0
-        self.current = "default"
-
-    def set_device(self, device: torch.device) -> None:
-        self.calls.append(f"set_device {device}")
-
-    def default_stream(self, device: torch.device) -> str:
-        return "default"
-
-    def Stream(self, device: torch.device, priority: int) -> Any:
-        cuda = self
-
-        class Stream:
-            def wait_stream(self, other: str) -> None:
-                cuda.calls.append(f"wait_stream {other}")
-
-            def synchronize(self) -> None:
-                cuda.calls.append("synchronize stream")
-
-        self.calls.append(f"stream priority {priority}")
-        return Stream()
-
-    def stream(self, stream: Any) -> Any:
-        cuda = self
-
-        class Current:
-            def __enter__(self) -> None:
-                cuda.current = "lane"
-
-            def __exit__(self, *exception: object) -> None:
-                cuda.current = "default"
-
-        return Current()
-
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> Any:
-        cuda = self
-
-        class Event(SimpleNamespace):
-            def record(self, stream: Any) -> None:
-                cuda.now_ms += 1.0
-                self.at_ms = cuda.now_ms
-
-            def synchronize(self) -> None:
-                cuda.calls.append("synchronize event")
-
-            def elapsed_time(self, other: Any) -> float:
-                assert enable_timing
-                return float(other.at_ms - self.at_ms)
-
-        return Event()
 
 
 def stream_lane(cuda: FakeCuda, *, trace: bool) -> StreamLane:
