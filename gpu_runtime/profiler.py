@@ -19,6 +19,8 @@ from gpu_runtime import profile_cache
 from gpu_runtime.block_costs import measure_blocks
 from gpu_runtime.contracts import TaskCost
 from gpu_runtime.device import CPU, Device
+from gpu_runtime.micro_batches import MicroBatches, cut
+from gpu_runtime.precision import Precision
 from gpu_runtime.profile_cache import CostKey
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.training import on_device
@@ -52,7 +54,7 @@ class Profiler:
                 num_cores=device.num_cores,
                 driver=device.driver,
                 torch_version=torch.__version__,
-                model_hash=model_hash(model),
+                model_hash=model_hash(model, getattr(workload, "autocast_dtype", None)),
                 batch_size=workload.batch_size,
             )
             cost = self._known.get(key) or (profile_cache.load(key) if self._use_disk else None)
@@ -64,10 +66,11 @@ class Profiler:
         return cost
 
 
-def model_hash(model: nn.Module) -> str:
-    """Hash of an architecture: the modules as they print, and names, shapes and dtypes of the state."""
+def model_hash(model: nn.Module, autocast_dtype: str | None = None) -> str:
+    """Hash of an architecture: the modules as they print, names, shapes and dtypes of the state, and the precision."""
     state = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.state_dict().items()]
-    return hashlib.sha256("\n".join([repr(model), *state]).encode()).hexdigest()
+    precision = [autocast_dtype] if autocast_dtype else []
+    return hashlib.sha256("\n".join([repr(model), *state, *precision]).encode()).hexdigest()
 
 
 def measure(workload: Workload, device: Device, *, budget_s: float = 3.0, model: nn.Module | None = None) -> TaskCost:
@@ -89,11 +92,13 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 
 class _Probe:
-    """Training steps of one model on one synthetic batch, timed."""
+    """Training steps of one model on one synthetic batch, timed; in micro-batches where memory wants it."""
 
     def __init__(self, workload: Workload, device: Device, model: nn.Module, generator: torch.Generator) -> None:
         self._workload, self._device, self._model, self._generator = workload, device, model, generator
         self._optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
+        self._precision = Precision(workload, device.torch_device)
+        self._micro_batches = MicroBatches(workload.batch_size, device.torch_device)
         self._batch = self._make_batch(workload.batch_size)
 
     def cpu_cost(self, budget_s: float) -> TaskCost:
@@ -103,7 +108,9 @@ class _Probe:
             step_s = self._step_seconds(_thread_counts(self._device.num_cores), budget_s * STEPS_FRACTION)
             fastest = min(step_s, key=lambda threads: step_s[threads])
             torch.set_num_threads(fastest)
-            blocks = measure_blocks(self._model, self._loss, self._batch, budget_s * (1 - STEPS_FRACTION), _nothing)
+            blocks = measure_blocks(
+                self._model, self._loss, self._micro_batch(), budget_s * (1 - STEPS_FRACTION), _nothing
+            )
             memory = self._cpu_peak_bytes()
         finally:
             torch.set_num_threads(callers_threads)
@@ -121,25 +128,33 @@ class _Probe:
 
         A step that fills the device takes twice as long at twice the batch (V = 1); one that leaves it idle, because
         its kernels are small or are launched too slowly, takes no longer (V near 0). So V = t(2B) / t(B) - 1, a first
-        estimate from real steps, without the operator level.
+        estimate from real steps, without the operator level. Where 2B does not fit into memory it runs as 2 x B: V = 1.
         """
         torch.cuda.reset_peak_memory_stats(self._device.index)
         at_rest = torch.cuda.memory_allocated(self._device.index)
         once_s = self._cuda_step_s(budget_s * STEPS_FRACTION / 2)
         peak = torch.cuda.max_memory_allocated(self._device.index) - at_rest
         state = sum(value.numel() * value.element_size() for value in self._model.state_dict().values())
-        batch, self._batch = self._batch, self._make_batch(2 * self._workload.batch_size)
+        batch, micro_batches = self._batch, self._micro_batches
+        twice = 2 * self._workload.batch_size
+        self._batch, self._micro_batches = self._make_batch(twice), MicroBatches(twice, self._device.torch_device)
         twice_s = self._cuda_step_s(budget_s * STEPS_FRACTION / 2)
-        self._batch = batch
+        self._batch, self._micro_batches = batch, micro_batches
         demand = min(1.0, max(0.05, twice_s / once_s - 1.0))
+        with self._precision.forward():
+            blocks = measure_blocks(
+                self._model,
+                self._loss,
+                self._micro_batch(),
+                budget_s * (1 - STEPS_FRACTION),
+                torch.cuda.synchronize,
+            )
         return TaskCost(
             demand=demand,
             solo_cost_s=once_s / self._workload.batch_size,
             speed_curve=((demand, 1.0), (1.0, 1.0)) if demand < 1.0 else ((1.0, 1.0),),
             peak_memory_bytes=peak + state,
-            blocks=measure_blocks(
-                self._model, self._loss, batch, budget_s * (1 - STEPS_FRACTION), torch.cuda.synchronize
-            ),
+            blocks=blocks,
         )
 
     # ------------------------------------------------------------------------------------------------------ internals
@@ -152,11 +167,25 @@ class _Probe:
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         return self._workload.loss(outputs, targets)
 
+    def _micro_batch(self) -> Batch:
+        num_examples = self._workload.batch_size
+        return cut(self._batch, 0, min(self._micro_batches.size, num_examples), num_examples)
+
     def _step(self) -> None:
-        inputs, targets = self._batch
+        self._forget_gradients()
+        self._micro_batches.mean_loss(self._batch, 1, add=self._add_gradient, undo=self._forget_gradients)
+        self._precision.unscale(self._optimizer)
+        self._precision.step(self._optimizer)
+
+    def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(self._loss(self._model(inputs), targets))
-        self._optimizer.step()
+
+    def _add_gradient(self, part: Batch, before: int, weight: float) -> torch.Tensor:
+        inputs, targets = part
+        with self._precision.forward():
+            loss = self._loss(self._model(inputs), targets)
+        self._precision.backward(loss if weight == 1.0 else loss * weight)
+        return loss
 
     def _step_seconds(self, thread_counts: list[int], budget_s: float) -> dict[int, float]:
         """Seconds of a step at each number of threads, the lower quartile: what others do on the machine only adds.
@@ -203,7 +232,7 @@ class _Probe:
             saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        inputs, targets = self._batch
+        inputs, targets = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = self._loss(self._model(inputs), targets)
         for value in (*self._model.parameters(), *self._model.buffers()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -149,3 +150,23 @@ def test_a_speed_curve_by_hand() -> None:
     assert speed_curve({0.5: 0.7, 1.0: 1.0}) == ((0.5, 0.7), (1.0, 1.0))
     # Two threads slower than one: the second is not used.
     assert speed_curve({0.5: 1.0, 1.0: 0.8}) == ((0.5, 1.0), (1.0, 1.0))
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_task_whose_batch_does_not_fit_is_measured_in_micro_batches() -> None:
+    class Short(Rows):
+        seen: ClassVar[list[int]] = []
+
+        def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(targets))
+            if len(targets) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().loss(outputs, targets)
+
+    cost = measure_quickly(Short("rows"))
+    assert Short.seen[:3] == [8, 4, 2]
+    assert set(Short.seen[2:]) == {2}
+    assert cost.solo_cost_s > 0
+    assert len(cost.blocks) == 3
