@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,6 @@ class GreenLane(StreamLane):
 
     Attributes:
         got_sms: SMs that the context really has; 0 before `open`.
-        failed: whether a step raised.
         faults: what went wrong when the stream and the context were destroyed.
     """
 
@@ -53,7 +52,6 @@ class GreenLane(StreamLane):
         self._lock = threading.Lock()
         self._serving = self._disposed = False
         self.got_sms = 0
-        self.failed = False
         self.faults: list[str] = []
 
     @property
@@ -69,13 +67,6 @@ class GreenLane(StreamLane):
                 self._stream = None
                 self._serving = False
                 self._destroy()
-            raise
-
-    def run(self, task: str, work: Callable[[], None], width: int) -> None:
-        try:
-            super().run(task, work, width)
-        except BaseException:
-            self.failed = True
             raise
 
     def close(self) -> None:
@@ -187,9 +178,9 @@ class GreenBackend(CudaBackend):
 
     def restore(self) -> None:
         lanes = [lane for lane, _ in self._lanes.values()]
-        if any(lane.failed for lane in lanes):
-            # The exception of a step and its frames hold each other, and tensors of the lane with them.
-            gc.collect()
+        # Tensors in reference cycles (an exception and its frames, modules that know their parent) are freed now: torch
+        # records events on the streams where a freed tensor was used, and would later find one of these gone.
+        gc.collect()
         if not any(lane.serving for lane in lanes):
             self._free_stream_memory()
         for lane in reversed(lanes):
