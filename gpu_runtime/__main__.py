@@ -84,22 +84,19 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Compare competitive sharing with sequential execution on synthetic tasks."""
+    """Compare competitive sharing with every other way of running several trainings, on synthetic tasks."""
     from gpu_runtime.bench import competitive
+    from gpu_runtime.bench.table import table
     from gpu_runtime.device import discover
 
-    mixes = [mix for mix in options.mixes.split(",") if mix]
-    unknown = [mix for mix in mixes if mix not in competitive.MIXES]
-    if unknown or not mixes:
-        raise UsageError(f"unknown mixes {unknown}; there are {', '.join(competitive.MIXES)}")
+    size = competitive.size_of(
+        quick=options.quick, total_s=options.budget, seconds=options.seconds, pairs=options.pairs
+    )
+    mixes = competitive.mixes_of(options.mixes)
     device = discover(options.cores, options.device)
-    result = competitive.run(device, mixes, seconds=options.seconds, pairs=options.pairs, say=print)
-    for row in result["rows"]:
-        for variant, ratio in row["ratios"].items():
-            interval = f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            print(f"{row['mix']:<12}{variant:<24}{interval}")
-        print(f"{row['mix']:<12}{'ratio to floor':<24}{row['ratio_to_floor']:.3f}")
+    result = competitive.run(device, mixes, size=size, say=lambda text: print(text, file=sys.stderr))
     _write_json(options.json, result)
+    print(table(result))
     return 0
 
 
@@ -122,9 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", doctor)
     command = add("bench", bench)
     command.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
-    command.add_argument("--mixes", default="driving,balanced,small", help="comma-separated")
-    command.add_argument("--seconds", type=_at_least(0.05, float), default=2.0, help="of one baseline run of a mix")
-    command.add_argument("--pairs", type=_at_least(5, int), default=5, help="interleaved repeats")
+    command.add_argument("--mixes", default="", help="comma-separated; default: all")
+    command.add_argument("--quick", action="store_true", help="at most 3 minutes instead of 45, with wider intervals")
+    command.add_argument("--budget", type=_at_least(1, float), help="seconds for all of it")
+    command.add_argument("--seconds", type=_at_least(0.05, float), help="of one baseline run of a mix")
+    command.add_argument("--pairs", type=_at_least(5, int), help="interleaved repeats")
     return parser
 
 

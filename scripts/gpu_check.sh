@@ -26,7 +26,7 @@ trap 'rm -rf "$PACELINE_CACHE_DIR"' EXIT
 
 step 30 "doctor" "$python" -m gpu_runtime doctor --json "$out/doctor.json"
 step 120 "tests" "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu_runtime
-step 120 "benchmark" "$python" -m gpu_runtime bench --seconds 1 --pairs 5 --mixes driving,balanced,small,alone \
+step 120 "benchmark" "$python" -m gpu_runtime bench --quick --budget 100 --mixes driving,balanced,small,alone \
     --json "$out/bench.json"
 
 echo "== results in $out"

@@ -1,168 +1,247 @@
-"""Competitive sharing against running one task after another: fixed work, variants interleaved, paired ratios."""
+"""Competitive sharing of one device against every other way of running several trainings on it.
+
+Fixed work, all variants interleaved in one invocation, paired ratios; the method is described in docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import random
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from gpu_runtime.allocator import TaskLoad, predicted_makespan
-from gpu_runtime.bench.models import build
-from gpu_runtime.contracts import TRAINED, DataSpec, TaskCost, TaskPlan
-from gpu_runtime.device import CPU, Device
-from gpu_runtime.executor import Executor
-from gpu_runtime.lanes import LaneOptions, choose
-from gpu_runtime.profiler import Profiler
-from gpu_runtime.training import Origin, TaskTraining
-from gpu_runtime.workload import Workload
+from gpu_runtime.bench.budget import Budget
+from gpu_runtime.bench.mixes import MIXES, Calibration, Mix
+from gpu_runtime.bench.ours import Ours
+from gpu_runtime.bench.paired import MIN_PAIRS
+from gpu_runtime.bench.prediction import predictions
+from gpu_runtime.bench.processes import ProcessPerTask
+from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS, headline_of, row_of, targets_of
+from gpu_runtime.bench.rounds import Gate, Rounds
+from gpu_runtime.bench.variants import Sequential, Threads, Variant, one_each, packed_on
+from gpu_runtime.device import CPU, CUDA, Device, read_nvml
+from gpu_runtime.lanes import BACKENDS, choose
 
-MIN_PAIRS = 5
-NUM_BOOTSTRAP = 2000
-BASELINE, ONE_THREAD, OURS = "sequential", "sequential-one-thread", "competitive"
-
-# Seconds of each task alone, relative to each other.
-MIXES: dict[str, dict[str, float]] = {
-    "driving": {"lenet": 1.0, "grid-detector": 2.0, "unet": 4.0},
-    "imbalanced": {"lenet": 1.0, "resnet8": 2.5, "unet": 9.0},
-    "balanced": {"lenet": 1.0, "resnet8": 1.0, "unet": 1.0},
-    "small": {"perceptron": 1.0, "perceptron.2": 1.0, "sensor-net": 1.0},
-    "alone": {"unet": 1.0},
-}
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """Median of paired ratios with a bootstrap 95% interval."""
+class Size:
+    """How much is measured.
 
-    median: float
-    low: float
-    high: float
+    Attributes:
+        total_s: seconds that the whole benchmark may take.
+        featured_s, other_s: about how long one baseline run takes, of featured mixes and of the others.
+        pairs: rounds of each mix.
+        every_variant: other mixes get every variant too, not only those the targets need.
+        num_predictions, prediction_repeats: random mixes whose makespan is predicted, and runs of each.
+        profile_s: seconds that the runtime may take to profile a task.
+    """
+
+    total_s: float
+    featured_s: float
+    other_s: float
+    pairs: int = MIN_PAIRS
+    every_variant: bool = True
+    num_predictions: int = 10
+    prediction_repeats: int = 1
+    profile_s: float = 0.5
+
+
+QUICK = Size(total_s=150.0, featured_s=0.8, other_s=0.4, every_variant=False)
+FULL = Size(total_s=2500.0, featured_s=3.0, other_s=3.0, pairs=9, prediction_repeats=3, profile_s=1.5)
+
+
+def size_of(
+    *, quick: bool, total_s: float | None = None, seconds: float | None = None, pairs: int | None = None
+) -> Size:
+    """The quick or the full size, with what is given instead."""
+    size = QUICK if quick else FULL
+    if total_s is not None:
+        size = replace(size, total_s=total_s)
+    if seconds is not None:
+        size = replace(size, featured_s=seconds, other_s=seconds)
+    return size if pairs is None else replace(size, pairs=pairs)
+
+
+def mixes_of(text: str) -> tuple[str, ...]:
+    """Names of mixes from a comma-separated list; all where it is empty.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip())) or tuple(MIXES)
+    unknown = [name for name in names if name not in MIXES]
+    if unknown:
+        raise ValueError(f"unknown mixes {unknown}; there are {', '.join(MIXES)}")
+    return names
 
 
 def run(
     device: Device,
-    mixes: Sequence[str] = ("driving", "balanced", "small"),
+    mixes: Sequence[str] = tuple(MIXES),
     *,
-    seconds: float = 2.0,
-    pairs: int = MIN_PAIRS,
-    say: Callable[[str], None] = lambda text: None,
+    size: Size = QUICK,
+    gate: Gate | None = None,
+    seed: int = 0,
+    say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Run the benchmark and return its JSON object.
 
     Args:
         device: where.
         mixes: names in `MIXES`.
-        seconds: about how long one run of the baseline takes for each mix.
-        pairs: interleaved repeats of all variants.
-        say: called with a line of progress after each mix.
+        size: how much is measured; `QUICK`, `FULL` or another.
+        gate: when a run counts as disturbed.
+        seed: of the order of variants and of the random mixes.
+        say: called with a line of progress now and then.
+
+    Raises:
+        VariantError: the baseline or the runtime itself failed.
     """
-    rows = []
-    for mix in mixes:
-        row = _run_mix(device, mix, seconds, max(MIN_PAIRS, pairs))
-        rows.append(row)
-        ours = row["ratios"][OURS]
-        say(f"{mix}: {OURS} takes {ours['median']:.2f} [{ours['low']:.2f}, {ours['high']:.2f}] of {BASELINE}")
+    gate = gate or Gate()
+    budget, draw = Budget(size.total_s), random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        stack.enter_context(fresh_profiles())
+        calibration = Calibration(device)
+        variants, missing = variants_on(device, size)
+        for variant in variants.values():
+            stack.callback(variant.close)
+        reserve_s = size.num_predictions * (size.other_s * 1.5 * size.prediction_repeats + size.profile_s / 2)
+        weights = {mix: _weight(MIXES[mix], size) for mix in mixes}
+        for position, mix in enumerate(mixes):
+            left = sum(weights[each] for each in mixes[position:])
+            time = Budget(max(0.0, budget.left_s - reserve_s)).part(weights[mix], left)
+            chosen = _chosen(MIXES[mix], variants, device, size)
+            work = calibration.work(MIXES[mix], size.featured_s if MIXES[mix].featured else size.other_s)
+            rounds = Rounds(
+                [variants[name] for name in chosen],
+                essential=_essential(device),
+                gate=gate,
+                draw=draw,
+                joules=lambda: read_nvml(device.index).energy_joule if device.kind == CUDA else None,
+            )
+            measured = rounds.measure(work, pairs=size.pairs, budget=time)
+            measured.not_available.update(missing)
+            measured.not_available.update(
+                {name: "left out of a quick run of this mix" for name in variants if name not in chosen}
+            )
+            row = row_of(mix, MIXES[mix], work, measured, device.num_cores, has_floor=device.kind == CPU)
+            rows.append(row)
+            say(_progress(row, budget))
+        ours = variants[OURS]
+        assert isinstance(ours, Ours)
+        predicted = predictions(
+            ours,
+            calibration,
+            num_mixes=size.num_predictions,
+            repeats=size.prediction_repeats,
+            seconds=size.other_s,
+            seed=seed,
+            budget=budget,
+            max_foreign_cores=gate.max_foreign_cores,
+            say=say,
+        )
     return {
         "name": "competitive",
         "device": device.name,
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "driver": device.driver},
-        "settings": {"num_cores": device.num_cores, "seconds": seconds, "pairs": pairs, "mixes": list(mixes)},
-        "rows": rows,
-        "headline": {
-            "speedup": {row["mix"]: 1.0 / row["ratios"][OURS]["median"] for row in rows},
-            "ratio_to_floor": {row["mix"]: row["ratio_to_floor"] for row in rows},
+        "settings": {
+            "kind": device.kind,
+            "num_cores": device.num_cores,
+            "mixes": list(mixes),
+            "seed": seed,
+            **asdict(size),
+            **asdict(gate),
+            "spent_s": budget.spent_s,
         },
+        "rows": rows,
+        "headline": headline_of(rows, predicted),
+        "targets": targets_of(rows, predicted),
+        "predictions": predicted,
     }
 
 
-def paired_ratio(values: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Interval:
-    """Median of `values[i] / baseline[i]` and its bootstrap 95% interval."""
-    ratios = [value / base for value, base in zip(values, baseline, strict=True)]
-    draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(NUM_BOOTSTRAP))
-    low, high = medians[int(0.025 * NUM_BOOTSTRAP)], medians[int(0.975 * NUM_BOOTSTRAP) - 1]
-    return Interval(median=statistics.median(ratios), low=low, high=high)
-
-
-def _run_mix(device: Device, mix: str, seconds: float, pairs: int) -> dict[str, Any]:
-    weights = MIXES[mix]
-    workloads = {task: build(task, DataSpec()) for task in weights}
-    # Twin tasks of one kind share a measurement; nothing is kept on disk, so that a benchmark measures now.
-    profiler = Profiler(budget_s=min(1.0, seconds), use_disk=False)
-    costs = {task: profiler.cost(workload, device) for task, workload in workloads.items()}
-    loads = [_load(task, weights, costs[task], workloads[task].batch_size, seconds) for task in weights]
-    variants: dict[str, Callable[[], float]] = {
-        BASELINE: lambda: _timed(device, workloads, loads, mode="sequential"),
-        OURS: lambda: _timed(device, workloads, loads, mode="competitive"),
-    }
+def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[str, str]]:
+    """All variants that can be measured on a device, the baseline first, and for the others the reason why not."""
+    ours = Ours(OURS, device, profile_s=size.profile_s)
     if device.kind == CPU:
-        variants[ONE_THREAD] = lambda: _timed(device, workloads, loads, mode="sequential", deterministic=True)
-    for variant in variants.values():
-        variant()
-    seconds_of: dict[str, list[float]] = {name: [] for name in variants}
-    for index in range(pairs):
-        order = list(variants) if index % 2 == 0 else list(reversed(variants))
-        for name in order:
-            seconds_of[name].append(variants[name]())
-    floor_s = predicted_makespan(loads)
-    ratios = {name: vars(paired_ratio(seconds_of[name], seconds_of[BASELINE])) for name in variants}
-    return {
-        "mix": mix,
-        "tasks": {load.task: {"num_examples": int(load.num_examples), "solo_s": load.solo_s} for load in loads},
-        "seconds": seconds_of,
-        "ratios": ratios,
-        "floor_s": floor_s,
-        "ratio_to_floor": statistics.median(seconds_of[OURS]) / floor_s,
-    }
+        cores = device.num_cores
+        found: list[Variant] = [
+            Sequential(BASELINE, device, cores),
+            Sequential(ONE_THREAD, device, 1),
+            ours,
+            ProcessPerTask("process-per-task", device),
+            Threads("thread-per-task", device, groups=one_each, width=1),
+            Threads("static-packing", device, groups=packed_on(cores), width=1, pinned=True),
+            Threads("oversubscribed", device, groups=one_each, width=cores, patience=2.0),
+        ]
+        missing: dict[str, str] = {}
+    else:
+        found = [
+            Sequential(BASELINE, device, 1),
+            ours,
+            Ours("sequential-runtime", device, mode="sequential", profile_s=size.profile_s),
+            ProcessPerTask("time-slicing", device),
+            Threads("streams-uncapped", device, groups=one_each, width=1),
+        ]
+        missing = {"vmap-fused": "not implemented: needs tasks of one architecture and one loss"}
+    automatic = choose("auto", "competitive", device).name
+    for name, backend in BACKENDS.items():
+        if name in (automatic, "sequential"):
+            continue
+        for mode in ("competitive", "exclusive"):
+            reason = backend.unavailable(device)
+            variant = f"{name}-{mode}"
+            if reason:
+                missing[variant] = reason
+            else:
+                found.append(Ours(variant, device, mode=mode, backend=name, profile_s=size.profile_s))
+    return {variant.name: variant for variant in found}, missing
 
 
-def _load(task: str, weights: Mapping[str, float], cost: TaskCost, batch_size: int, seconds: float) -> TaskLoad:
-    wanted_s = seconds * weights[task] / sum(weights.values())
-    num_steps = max(2, round(wanted_s / (cost.solo_cost_s * batch_size)))
-    return TaskLoad(
-        task=task,
-        num_examples=num_steps * batch_size,
-        solo_cost_s=cost.solo_cost_s,
-        demand=cost.demand,
-        speed_curve=cost.speed_curve,
-    )
+@contextlib.contextmanager
+def fresh_profiles() -> Iterator[None]:
+    """Profiles are measured now: the runtime's cache on disk is an empty folder in the block."""
+    before = os.environ.get("PACELINE_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        os.environ["PACELINE_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("PACELINE_CACHE_DIR")
+            if before is not None:
+                os.environ["PACELINE_CACHE_DIR"] = before
 
 
-def _timed(
-    device: Device,
-    workloads: Mapping[str, Workload],
-    loads: Sequence[TaskLoad],
-    *,
-    mode: str,
-    deterministic: bool = False,
-) -> float:
-    trainings = [
-        TaskTraining(
-            workload=workloads[load.task],
-            plan=TaskPlan(task=load.task, num_examples=int(load.num_examples)),
-            arrays=_initial(workloads[load.task]),
-            origin=Origin(client="bench", server_round=1, seed=0),
-            device=device.torch_device,
-        )
-        for load in loads
-    ]
-    executor = Executor(choose("auto", mode, device), LaneOptions(mode=mode, deterministic=deterministic))
-    started = time.perf_counter()
-    execution = executor.run(trainings, loads)
-    seconds = time.perf_counter() - started
-    failed = [f"{result.task}: {result.error}" for result in execution.results.values() if result.outcome != TRAINED]
-    if failed:
-        raise RuntimeError("benchmark tasks failed: " + "; ".join(failed))
-    return seconds
+def _essential(device: Device) -> tuple[str, ...]:
+    """Never left out: the baseline, what the floor is made of, and the runtime."""
+    return (BASELINE, ONE_THREAD, OURS) if device.kind == CPU else (BASELINE, OURS)
 
 
-def _initial(workload: Workload) -> dict[str, np.ndarray]:
-    torch.manual_seed(0)
-    return {name: value.numpy() for name, value in workload.build_model().state_dict().items()}
+def _chosen(mix: Mix, variants: dict[str, Variant], device: Device, size: Size) -> list[str]:
+    essential = _essential(device)
+    return [name for name in variants if size.every_variant or mix.featured or name in essential]
+
+
+def _weight(mix: Mix, size: Size) -> float:
+    """Part of the time that a mix gets, relative to others: all variants take about twice as long as the essential."""
+    if mix.featured:
+        return 2.2 * size.featured_s
+    return (2.2 if size.every_variant else 1.0) * size.other_s
+
+
+def _progress(row: dict[str, Any], budget: Budget) -> str:
+    ratio = row["ratio_to_baseline"][OURS]
+    text = f"{row['mix']}: ours takes {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of the baseline"
+    if row["ratio_to_floor"]:
+        text += f", {row['ratio_to_floor'][OURS]['median']:.2f} of the floor"
+    return f"{text}; {budget.left_s:.0f} s left"

@@ -1,4 +1,8 @@
-"""Command line of the benchmarks: `python -m simulations.bench NAME [--device cpu|cuda] [--quick] [--json FILE]`."""
+"""Command line of the benchmarks: `python -m simulations.bench NAME [--quick] [--json FILE] [options of NAME]`.
+
+Progress goes to stderr, a readable table to stdout, the JSON object to FILE. Each benchmark is a module with
+`add_arguments(parser)`, `run(options, say)` and `table(result)`.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,27 @@ BENCHMARKS = {"competitive": "simulations.bench.competitive"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Exit code: 0 done, 2 bad arguments."""
+    """Run one benchmark. Exit code: 0 done, 1 it failed, 2 bad arguments."""
     parser = argparse.ArgumentParser(prog="python -m simulations.bench", description="Run a benchmark.")
-    parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="at most 3 minutes, with wider intervals")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result there as well")
-    arguments = parser.parse_args(argv)
-    benchmark = importlib.import_module(BENCHMARKS[arguments.name])
+    names = parser.add_subparsers(required=True, metavar=" | ".join(BENCHMARKS), dest="name")
+    for name, module in BENCHMARKS.items():
+        command = names.add_parser(name)
+        command.add_argument("--quick", action="store_true", help="at most 3 minutes instead of 45, wider intervals")
+        command.add_argument("--json", metavar="FILE", type=Path, help="write the JSON object there")
+        importlib.import_module(module).add_arguments(command)
+    options = parser.parse_args(argv)
+    benchmark = importlib.import_module(BENCHMARKS[options.name])
     try:
-        result = benchmark.run(
-            device=arguments.device, quick=arguments.quick, say=lambda text: print(text, file=sys.stderr)
-        )
+        result = benchmark.run(options, lambda text: print(text, file=sys.stderr))
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    text = json.dumps(result, indent=2, allow_nan=False)
-    if arguments.json:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(benchmark.table(result))
     return 0
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
 from gpu_runtime.bench import competitive
+from gpu_runtime.bench.table import table
 from gpu_runtime.device import discover
 
-# Seconds of one baseline run of a mix, and interleaved repeats.
-QUICK = {"seconds": 1.0, "pairs": 5}
-FULL = {"seconds": 4.0, "pairs": 11}
+__all__ = ["add_arguments", "run", "table"]
 
 
-def run(*, device: str, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Three mixes of tasks on `device` ("cpu", "cuda" or "" for what there is)."""
-    size = QUICK if quick else FULL
-    return competitive.run(discover(0, device), seconds=size["seconds"], pairs=int(size["pairs"]), say=say)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark can be told beside the common options."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")
+    parser.add_argument("--mixes", default="", help="comma-separated mixes of tasks; default: all")
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """The benchmark's JSON object. Raises ValueError on options that cannot be followed."""
+    mixes = competitive.mixes_of(options.mixes)
+    size = competitive.size_of(quick=options.quick)
+    return competitive.run(discover(0, options.device), mixes, size=size, say=say)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpu_runtime import __main__ as program
 from gpu_runtime.bench import competitive
-from gpu_runtime.device import discover
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["profile", "--tasks", ",", "--factory", "runtime_fakes:build"], 2, "error: --tasks names no task"),
         (["profile", "--tasks", "a", "--factory", "nowhere"], 2, "error: factory 'nowhere' is not of the form"),
         (["profile", "--tasks", "a", "--factory", "runtime_fakes:build"], 1, "error: a: ValueError: there is no task"),
-        (["bench", "--mixes", "cocktail"], 2, "error: unknown mixes ['cocktail']; there are driving"),
+        (["bench", "--mixes", "cocktail"], 2, "error: unknown mixes ['cocktail']; there are imbalanced"),
         (["doctor", "--json", "/nowhere/at/all.json"], 1, "error: FileNotFoundError"),
     ],
 )
@@ -62,31 +63,24 @@ def test_wrong_arguments(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_bench(tmp_path: Path) -> None:
-    result = competitive.run(discover(2, "cpu"), ["small"], seconds=0.05)
-    (row,) = result["rows"]
-    assert row["ratios"].keys() == {"sequential", "sequential-one-thread", "competitive"}
-    assert {len(seconds) for seconds in row["seconds"].values()} == {5}
-    assert result["headline"]["speedup"]["small"] == 1 / row["ratios"]["competitive"]["median"]
-    assert json.dumps(result, allow_nan=False)
+def test_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
 
+    def measured(device: Any, mixes: Any, *, size: competitive.Size, say: Any) -> dict[str, Any]:
+        asked.update(device=device.kind, mixes=mixes, size=size)
+        say("on the way")
+        settings = {"num_cores": 1}
+        return {"device": "x", "versions": {}, "settings": settings, "rows": [], "predictions": [], "targets": []}
 
-def test_paired_ratios_by_hand() -> None:
-    interval = competitive.paired_ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 10.0])
-    assert (interval.median, interval.low, interval.high) == (0.5, 0.5, 0.5)
-    interval = competitive.paired_ratio([1.0, 1.0, 2.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0, 1.0])
-    assert interval.median == 1.0
-    assert interval.low <= 1.0 <= interval.high
-
-
-def test_synthetic_models_have_the_sizes_of_the_suites() -> None:
-    from gpu_runtime.bench.models import KINDS
-
-    sizes = {name: sum(p.numel() for p in kind.build().parameters()) for name, kind in KINDS.items()}
-    assert 55_000 < sizes["lenet"] < 65_000
-    assert 70_000 < sizes["resnet8"] < 85_000
-    assert 50_000 < sizes["grid-detector"] < 75_000
-    assert 25_000 < sizes["unet"] < 35_000
+    monkeypatch.setattr(competitive, "run", measured)
+    arguments = ["bench", "--device", "cpu", "--mixes", "small,alone", "--quick", "--pairs", "7", "--budget", "100"]
+    assert program.main([*arguments, "--json", str(tmp_path / "bench.json")]) == 0
+    size = dataclasses.replace(competitive.QUICK, pairs=7, total_s=100.0)
+    assert asked == {"device": "cpu", "mixes": ("small", "alone"), "size": size}
+    captured = capsys.readouterr()
+    assert captured.err == "on the way\n"
+    assert captured.out.startswith("x, 1 cores")
+    assert json.loads((tmp_path / "bench.json").read_text())["device"] == "x"
 
 
 def test_without_flower_and_without_pynvml(tmp_path: Path) -> None:

@@ -6,30 +6,69 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.bench import competitive as measuring
+from gpu_runtime.bench.variants import VariantError
 from simulations.bench import __main__ as bench
 from simulations.bench import competitive
 
+RESULT = {"name": "competitive", "headline": {"speedup": {"small": 2.0}}}
 
-def test_the_result_is_printed_and_written(
+
+def test_the_table_is_printed_and_the_json_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def measured(device: Any, *, seconds: float, pairs: int, say: Any) -> dict[str, Any]:
-        asked.update(device=device.kind, seconds=seconds, pairs=pairs)
+    def measured(device: Any, mixes: Any, *, size: Any, say: Any) -> dict[str, Any]:
+        asked.update(device=device.kind, mixes=mixes, size=size)
         say("on the way")
-        return {"name": "competitive", "headline": {}}
+        return RESULT
 
-    monkeypatch.setattr(competitive.competitive, "run", measured)
+    monkeypatch.setattr(measuring, "run", measured)
+    monkeypatch.setattr(competitive, "table", lambda result: f"a table of {result['name']}")
     file = tmp_path / "result.json"
-    assert bench.main(["competitive", "--device", "cpu", "--quick", "--json", str(file)]) == 0
+    arguments = ["competitive", "--device", "cpu", "--quick", "--mixes", "small,eight", "--json", str(file)]
+    assert bench.main(arguments) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == json.loads(file.read_text()) == {"name": "competitive", "headline": {}}
-    assert captured.err == "on the way\n"
-    assert asked == {"device": "cpu", **competitive.QUICK}
+    assert (captured.out, captured.err) == ("a table of competitive\n", "on the way\n")
+    assert json.loads(file.read_text()) == RESULT
+    assert asked == {"device": "cpu", "mixes": ("small", "eight"), "size": measuring.QUICK}
 
 
-def test_an_absent_device_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_size_and_all_mixes_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(measuring, "run", lambda *args, **kwargs: asked.append((args[1], kwargs["size"])) or RESULT)
+    monkeypatch.setattr(competitive, "table", lambda result: "")
+    assert bench.main(["competitive", "--device", "cpu"]) == 0
+    assert asked == [(tuple(measuring.MIXES), measuring.FULL)]
+
+
+def test_the_limits_of_the_sizes() -> None:
+    assert measuring.QUICK.total_s <= 180 - 20
+    assert measuring.FULL.total_s <= 45 * 60 - 120
+    assert min(measuring.QUICK.pairs, measuring.FULL.pairs) >= 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["competitive", "--device", "cuda"], "error: a cuda device was asked for"),
+        (["competitive", "--mixes", "cocktail"], "error: unknown mixes ['cocktail']; there are imbalanced"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert bench.main(["competitive", "--device", "cuda"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert bench.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(complaint)
+
+
+def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise VariantError("sequential: it broke")
+
+    monkeypatch.setattr(measuring, "run", failing)
+    assert bench.main(["competitive", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "error: sequential: it broke\n"
