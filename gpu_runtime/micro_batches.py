@@ -89,7 +89,7 @@ class MicroBatches:
                 return loss
             # Not in the except block: while the exception lives, so do the frames and tensors of the failed attempt.
             undo()
-            gc.collect()
+            gc.collect(1)  # cycles of the failed attempt: young, and a full collection would stall all lanes
             if self._device.type == "cuda":
                 self._cuda.empty_cache()
             size = min(self.size, num_examples)
