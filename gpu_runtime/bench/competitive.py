@@ -24,7 +24,7 @@ from gpu_runtime.bench.paired import MIN_PAIRS
 from gpu_runtime.bench.prediction import predictions
 from gpu_runtime.bench.processes import ProcessPerTask
 from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS, headline_of, row_of, targets_of
-from gpu_runtime.bench.rounds import Gate, Rounds
+from gpu_runtime.bench.rounds import OVERHEAD_S, Gate, Rounds
 from gpu_runtime.bench.variants import Sequential, Threads, Variant, one_each, packed_on
 from gpu_runtime.device import CPU, CUDA, Device, read_nvml
 from gpu_runtime.lanes import BACKENDS, choose
@@ -55,7 +55,7 @@ class Size:
     profile_s: float = 0.5
 
 
-QUICK = Size(total_s=150.0, featured_s=0.8, other_s=0.4, every_variant=False)
+QUICK = Size(total_s=155.0, featured_s=0.65, other_s=0.35, every_variant=False)
 FULL = Size(total_s=2500.0, featured_s=3.0, other_s=3.0, pairs=9, prediction_repeats=3, profile_s=1.5)
 
 
@@ -109,6 +109,7 @@ def run(
     gate = gate or Gate()
     budget, draw = Budget(size.total_s), random.Random(seed)
     rows: list[dict[str, Any]] = []
+    not_measured: dict[str, str] = {}
     with ExitStack() as stack:
         stack.enter_context(fresh_profiles())
         calibration = Calibration(device)
@@ -118,6 +119,9 @@ def run(
         reserve_s = size.num_predictions * (size.other_s * 1.5 * size.prediction_repeats + size.profile_s / 2)
         weights = {mix: _weight(MIXES[mix], size) for mix in mixes}
         for position, mix in enumerate(mixes):
+            if budget.left_s < 2 * weights[mix]:
+                not_measured[mix] = "no time left"
+                continue
             left = sum(weights[each] for each in mixes[position:])
             time = Budget(max(0.0, budget.left_s - reserve_s)).part(weights[mix], left)
             chosen = _chosen(MIXES[mix], variants, device, size)
@@ -130,6 +134,9 @@ def run(
                 joules=lambda: read_nvml(device.index).energy_joule if device.kind == CUDA else None,
             )
             measured = rounds.measure(work, pairs=size.pairs, budget=time)
+            if not {BASELINE, OURS} <= measured.samples.keys():
+                not_measured[mix] = "; ".join(measured.not_available.values())
+                continue
             measured.not_available.update(missing)
             measured.not_available.update(
                 {name: "left out of a quick run of this mix" for name in variants if name not in chosen}
@@ -164,6 +171,7 @@ def run(
             "spent_s": budget.spent_s,
         },
         "rows": rows,
+        "not_measured": not_measured,
         "headline": headline_of(rows, predicted),
         "targets": targets_of(rows, predicted),
         "predictions": predicted,
@@ -233,10 +241,10 @@ def _chosen(mix: Mix, variants: dict[str, Variant], device: Device, size: Size) 
 
 
 def _weight(mix: Mix, size: Size) -> float:
-    """Part of the time that a mix gets, relative to others: all variants take about twice as long as the essential."""
-    if mix.featured:
-        return 2.2 * size.featured_s
-    return (2.2 if size.every_variant else 1.0) * size.other_s
+    """About how long a round of the mix takes: variants in units of the baseline, and what surrounds each run."""
+    if mix.featured or size.every_variant:
+        return 7.5 * (size.featured_s if mix.featured else size.other_s) + 7 * OVERHEAD_S
+    return 3.2 * size.other_s + 3 * OVERHEAD_S
 
 
 def _progress(row: dict[str, Any], budget: Budget) -> str:

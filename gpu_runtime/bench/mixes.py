@@ -48,7 +48,7 @@ MIXES: dict[str, Mix] = {
     "balanced": Mix(seconds={"lenet": 1, "resnet8": 1, "unet": 1}, character=CONVOLUTIONAL, featured=True),
     "small": Mix(seconds={"perceptron": 1, "sensor-net": 1, "word-bag": 1}, character=SMALL_STEPS, featured=True),
     # Steps of one pass over the training data: 4000 digits, 6000 scenes; 3675 windows, 400 rows.
-    "driving": Mix(steps={"digits": 500, "detection": 750, "segmentation": 375}, featured=True),
+    "driving": Mix(steps={"digits": 500, "detection": 750, "segmentation": 375}),
     "mixed": Mix(steps={"watch": 115, "breast-cancer": 25, "digits": 500}, character=SMALL_STEPS),
     "dominant": Mix(seconds={"unet": 8, "lenet": 1, "resnet8": 1}, character=CONVOLUTIONAL),
     "alone": Mix(seconds={"resnet8": 1}, character=CONVOLUTIONAL),

@@ -8,7 +8,7 @@ from gpu_runtime.allocator import TaskLoad, predicted_makespan
 from gpu_runtime.bench.mixes import ORIGIN, Work
 from gpu_runtime.bench.models import build
 from gpu_runtime.bench.variants import Run, Variant, VariantError
-from gpu_runtime.contracts import TRAINED, DataSpec, HeldTask, Plan, TaskCost, TaskPlan, array_key
+from gpu_runtime.contracts import FAILED, DataSpec, HeldTask, Plan, TaskCost, TaskPlan, array_key
 from gpu_runtime.device import Device
 from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.settings import SharingSettings
@@ -75,7 +75,7 @@ class Ours(Variant):
         )
         arrays = {array_key(task, name): array for task, share in work.items() for name, array in share.arrays.items()}
         report = self._runtime.train(plan, arrays, _held(list(work))).report
-        failed = [f"{task.task}: {task.error}" for task in report.tasks if task.outcome != TRAINED]
+        failed = [f"{task.task}: {task.error}" for task in report.tasks if task.outcome == FAILED]
         if failed:
             raise VariantError("; ".join(failed))
         done: Mapping[str, int] = {task.task: task.num_examples for task in report.tasks}

@@ -11,11 +11,11 @@ from gpu_runtime.bench.budget import Budget
 from gpu_runtime.bench.disturbance import ForeignLoad
 from gpu_runtime.bench.mixes import Work
 from gpu_runtime.bench.paired import MIN_PAIRS
-from gpu_runtime.bench.variants import Run, Variant, VariantError
+from gpu_runtime.bench.variants import Run, TooSlowError, Variant, VariantError
 
-WARM_UP_STEPS, TRIAL_S = 2, 30.0
-# Essential runs are cut only when they hang: nothing can be said without them.
-HANG_PATIENCE = 40.0
+WARM_UP_STEPS = 2
+# No run may take more than this many times its equal part of the mix's time; one that is essential twice as many.
+FAIR_PARTS = 3.0
 # Seconds granted to a run on top of its variant's patience: small work must not be cut by a hiccup.
 EXTRA_S = 2.0
 # About what it takes to build models and to read the system's counters around a run.
@@ -84,7 +84,7 @@ class Rounds:
         self._essential, self._gate, self._draw = frozenset(essential), gate, draw
         self._foreign, self._joules = foreign or ForeignLoad(), joules
         self._sleep = sleep
-        self._patience_s = 0.0
+        self._patience_s = self._fair_s = 0.0
         self._loud_lately = True
 
     def measure(self, work: Work, *, pairs: int, budget: Budget) -> Measured:
@@ -96,6 +96,7 @@ class Rounds:
             VariantError: an essential variant failed.
         """
         self._patience_s = budget.left_s * self._gate.patience_fraction
+        self._fair_s = FAIR_PARTS * budget.left_s / (MIN_PAIRS * len(self._variants))
         found = Measured()
         active = self._warmed_up(work, found)
         expected_s = sum(share.num_steps * share.step.all_s for share in work.values())
@@ -111,6 +112,12 @@ class Rounds:
             for name in order:
                 try:
                     sample = self._gated(self._variants[name], work, expected_s)
+                except TooSlowError as error:
+                    if name in self._essential:
+                        found.not_available[name] = f"stopped after {index} pairs: {error}"
+                        return self._in_order(found)
+                    self._leave_out(name, f"stopped after {index} pairs: {error}", active, found)
+                    continue
                 except VariantError as error:
                     self._leave_out(name, f"failed: {error}", active, found, error)
                     continue
@@ -118,10 +125,13 @@ class Rounds:
                 cost_s[name] = sample.run.seconds + OVERHEAD_S
                 if name == self._baseline:
                     expected_s = sample.run.whole_s
-        found.samples = {name: found.samples[name] for name in self._variants if name in found.samples}
-        return found
+        return self._in_order(found)
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _in_order(self, found: Measured) -> Measured:
+        found.samples = {name: found.samples[name] for name in self._variants if name in found.samples}
+        return found
 
     def _warmed_up(self, work: Work, found: Measured) -> list[str]:
         """Names of the variants that can do a little of the work."""
@@ -130,7 +140,9 @@ class Rounds:
         for name, variant in self._variants.items():
             try:
                 variant.prepare(work)
-                variant.run(trial, TRIAL_S)
+                variant.run(trial, self._fair_s)
+            except TooSlowError:
+                continue  # it will show in its first round
             except VariantError as error:
                 self._leave_out(name, f"failed: {error}", active, found, error)
         return active
@@ -179,14 +191,19 @@ class Rounds:
             self._patience_s -= self._gate.look_s
             self._loud_lately = self._is_loud(self._foreign.cores)
 
+    def _deadline_s(self, variant: Variant, expected_s: float) -> float:
+        """Seconds until a run is cut: by its patience and, in any case, by the time that the mix has."""
+        if variant.name in self._essential:
+            return 2.0 * self._fair_s
+        return min(self._fair_s, variant.patience * expected_s + EXTRA_S)
+
     def _is_loud(self, cores: float | None) -> bool:
         return cores is not None and cores > self._gate.max_foreign_cores
 
     def _once(self, variant: Variant, work: Work, expected_s: float) -> Sample:
         joules = self._joules()
         self._foreign.start()
-        patience = HANG_PATIENCE if variant.name in self._essential else variant.patience
-        run = variant.run(work, patience * expected_s + EXTRA_S)
+        run = variant.run(work, self._deadline_s(variant, expected_s))
         cores = self._foreign.cores
         self._loud_lately = self._is_loud(cores)
         after = self._joules()

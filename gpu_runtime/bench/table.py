@@ -25,6 +25,7 @@ def table(result: Mapping[str, Any]) -> str:
         if row["finish_spread"]:
             lines.append(f"  finish spread         {_interval(row['finish_spread'])}")
         lines.append("")
+    lines += [f"{mix}: not measured: {reason}" for mix, reason in result["not_measured"].items()]
     for each in result["predictions"]:
         runs = ", ".join(f"{seconds:.2f}" for seconds in each["measured_s"])
         tasks = ", ".join(each["tasks"])

@@ -25,6 +25,10 @@ class VariantError(RuntimeError):
     """A variant that could not do the work; the text says why."""
 
 
+class TooSlowError(VariantError):
+    """A run that did nothing at all until its deadline."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run of a variant.
@@ -40,10 +44,14 @@ class Run:
     alone_s: Mapping[str, float] = field(default_factory=dict)
     backend: str = ""
 
+    def __post_init__(self) -> None:
+        if self.done_fraction <= 0.0:
+            raise TooSlowError(f"nothing done within {self.seconds:.1f} s")
+
     @property
     def whole_s(self) -> float:
         """Seconds for the whole work; of a cut run, what it would have taken at the pace so far."""
-        return self.seconds / max(self.done_fraction, 1e-6)
+        return self.seconds / self.done_fraction
 
 
 class Variant(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,7 +74,7 @@ def work() -> Work:
 
 def measure(
     machine: Machine,
-    variants: list[Variant],
+    variants: Sequence[Variant],
     work: Work,
     *,
     total_s: float = 1e6,
@@ -93,7 +93,7 @@ def measure(
     return rounds.measure(work, pairs=pairs, budget=Budget(total_s, machine.clock))
 
 
-def four(machine: Machine, other: Callable[[Machine], Variant] | None = None) -> list[Variant]:
+def four(machine: Machine, other: Callable[[Machine], Timed] | None = None) -> list[Timed]:
     fourth = other(machine) if other else Timed("other", machine, 4.0)
     return [Timed(BASELINE, machine, 8.0), Timed(ONE_THREAD, machine, 12.0), Timed(OURS, machine, 7.0), fourth]
 
@@ -166,12 +166,39 @@ def test_a_failing_baseline_ends_the_benchmark(work: Work) -> None:
         measure(machine, variants, work)
 
 
-def test_a_run_is_cut_at_a_multiple_of_the_baseline(work: Work) -> None:
+class Stuck(Timed):
+    """Does nothing until its deadline from the second round on."""
+
+    def run(self, work: Work, deadline_s: float) -> Run:
+        run = super().run(work, deadline_s)
+        return run if len(self.deadlines) < 2 else Run(seconds=deadline_s, finish_s={}, done_fraction=0.0)
+
+
+def test_a_variant_that_does_nothing_stops_and_an_essential_one_ends_the_mix(work: Work) -> None:
+    machine = Machine()
+    found = measure(machine, four(machine, lambda m: Stuck("other", m, 4.0)), work)
+    assert (len(found.samples["other"]), len(found.samples[OURS])) == (1, 5)
+    assert found.not_available["other"].startswith("stopped after 1 pairs: nothing done within")
+    variants = four(machine)
+    variants[0] = Stuck(BASELINE, machine, 8.0)
+    found = measure(machine, variants, work)
+    assert len(found.samples[BASELINE]) == 1
+    assert found.not_available[BASELINE].startswith("stopped after 1 pairs: nothing done within")
+
+
+def test_a_run_is_cut_at_a_multiple_of_the_baseline_and_by_the_time_of_the_mix(work: Work) -> None:
     machine = Machine()
     other = Timed("other", machine, 4.0)
     other.patience = 2.0
-    measure(machine, four(machine, lambda m: other), work)
+    variants = four(machine, lambda m: other)
+    measure(machine, variants, work, total_s=1000.0)
     assert set(other.deadlines[1:]) == {2.0 * 8.0 + 2.0}
+    # An equal part of 1000 s is 50 s for each of 5 pairs of 4 variants: 3 times that, twice as much if essential.
+    assert set(variants[0].deadlines) == {2 * 3 * 50.0}
+    measure(machine, variants, work, total_s=400.0)
+    assert other.deadlines[-1] == 18.0
+    measure(machine, variants, work, total_s=100.0)
+    assert other.deadlines[-1] == 3 * 5.0
 
 
 def test_a_row_by_hand(work: Work) -> None:

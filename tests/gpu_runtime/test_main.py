@@ -69,8 +69,8 @@ def test_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     def measured(device: Any, mixes: Any, *, size: competitive.Size, say: Any) -> dict[str, Any]:
         asked.update(device=device.kind, mixes=mixes, size=size)
         say("on the way")
-        settings = {"num_cores": 1}
-        return {"device": "x", "versions": {}, "settings": settings, "rows": [], "predictions": [], "targets": []}
+        empty = {"rows": [], "not_measured": {}, "predictions": [], "targets": []}
+        return {"device": "x", "versions": {}, "settings": {"num_cores": 1}, **empty}
 
     monkeypatch.setattr(competitive, "run", measured)
     arguments = ["bench", "--device", "cpu", "--mixes", "small,alone", "--quick", "--pairs", "7", "--budget", "100"]
