@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_runtime.bench.floor import Floor, SoloTimes, floor
 from gpu_runtime.bench.mixes import CONVOLUTIONAL, SMALL_STEPS, Mix, Work
-from gpu_runtime.bench.paired import Interval, interval, paired_ratio
+from gpu_runtime.bench.paired import MIN_PAIRS, Interval, interval, paired_ratio
 from gpu_runtime.bench.rounds import Measured, Sample
 
 BASELINE, ONE_THREAD, OURS = "sequential", "sequential-1", "ours"
@@ -78,9 +78,9 @@ def headline_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping
 
 
 def targets_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each target of each mix: "met", "missed" (the interval excludes it) or "open" (only the median is beyond).
+    """Each target of each mix, "met" or "missed" if the measurement can tell (`state_of`).
 
-    `disturbed`: during most runs of ours or of what it is compared with others used the machine; believe nothing then.
+    `disturbed`: others used the machine during most runs of ours or of what it is compared with; that tells nothing.
     """
     found: list[dict[str, Any]] = []
     for row in rows:
@@ -94,28 +94,36 @@ def targets_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[
             if row["finish_spread"]:
                 limits.append(("finish_spread", MAX_FINISH_SPREAD, row["finish_spread"]))
         for what, limit, ratio in limits:
-            state, disturbed = state_of(limit, ratio), _mostly_disturbed(row)
+            disturbed = _mostly_disturbed(row)
+            state = state_of(limit, ratio, trusted=not disturbed and ratio["num_pairs"] >= MIN_PAIRS)
             found.append(
                 {"mix": row["mix"], "what": what, "limit": limit, "state": state, "disturbed": disturbed, **ratio}
             )
     if predictions:
         good = sum(each["error"] <= MAX_PREDICTION_ERROR for each in predictions) / len(predictions)
+        disturbed = 2 * sum(each["disturbed"] for each in predictions) > len(predictions)
         state = "met" if good >= MIN_GOOD_PREDICTIONS else "missed"
         found.append(
             {
                 "mix": "random",
                 "what": f"part of predictions within {MAX_PREDICTION_ERROR:g}",
                 "limit": MIN_GOOD_PREDICTIONS,
-                "state": state,
-                "disturbed": 2 * sum(each["disturbed"] for each in predictions) > len(predictions),
+                "state": "unclear" if disturbed else state,
+                "disturbed": disturbed,
                 "median": good,
             }
         )
     return found
 
 
-def state_of(limit: float, ratio: Mapping[str, float]) -> str:
-    """How a measured ratio stands to its upper limit."""
+def state_of(limit: float, ratio: Mapping[str, float], *, trusted: bool = True) -> str:
+    """How a measured ratio stands to its upper limit.
+
+    "met": the median is within it; "missed": the whole interval is beyond; "open": only the median is beyond;
+    "unclear": the measurement cannot be trusted (too few pairs, or disturbed).
+    """
+    if not trusted:
+        return "unclear"
     if ratio["median"] <= limit:
         return "met"
     return "missed" if ratio["low"] > limit else "open"

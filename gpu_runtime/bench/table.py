@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -11,6 +11,7 @@ def table(result: Mapping[str, Any]) -> str:
     settings = result["settings"]
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
     lines = [f"{result['device']}, {settings['num_cores']} cores, {versions}", ""]
+    nowhere = _nowhere_available(result["rows"])
     for row in result["rows"]:
         work = ", ".join(f"{task} {details['num_steps']}" for task, details in row["tasks"].items())
         lines += [
@@ -21,10 +22,15 @@ def table(result: Mapping[str, Any]) -> str:
             to_floor = row["ratio_to_floor"].get(name)
             cells = f"  {name:<22}{_interval(ratio):<24}{_interval(to_floor):<24}{row['num_pairs'][name]:>5}"
             lines.append(f"{cells}  {_remarks(row, name)}".rstrip())
-        lines += [f"  {name:<22}not available: {reason}" for name, reason in row["not_available"].items()]
+        lines += [
+            f"  {name:<22}not available: {reason}"
+            for name, reason in row["not_available"].items()
+            if name not in nowhere
+        ]
         if row["finish_spread"]:
             lines.append(f"  finish spread         {_interval(row['finish_spread'])}")
         lines.append("")
+    lines += [f"{name}: not available: {reason}" for name, reason in nowhere.items()]
     lines += [f"{mix}: not measured: {reason}" for mix, reason in result["not_measured"].items()]
     for each in result["predictions"]:
         runs = ", ".join(f"{seconds:.2f}" for seconds in each["measured_s"])
@@ -33,10 +39,18 @@ def table(result: Mapping[str, Any]) -> str:
     lines.append("")
     for target in result["targets"]:
         lines.append(
-            f"target {target['state']:<7}{target['mix']:<12}{target['what']} {target['median']:.3f}, "
+            f"target {target['state']:<8}{target['mix']:<12}{target['what']} {target['median']:.3f}, "
             f"limit {target['limit']:.3f}{' (disturbed)' if target['disturbed'] else ''}"
         )
     return "\n".join(lines)
+
+
+def _nowhere_available(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Variants that are missing everywhere for the same reason."""
+    if not rows:
+        return {}
+    common = set.intersection(*(set(row["not_available"].items()) for row in rows))
+    return {name: reason for name, reason in rows[0]["not_available"].items() if (name, reason) in common}
 
 
 def _interval(ratio: Mapping[str, Any] | None) -> str:

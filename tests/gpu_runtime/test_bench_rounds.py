@@ -231,6 +231,17 @@ def test_a_target_is_missed_only_if_the_interval_excludes_it() -> None:
     assert state_of(1.08, {"median": 1.07, "low": 1.0}) == "met"
     assert state_of(1.08, {"median": 1.10, "low": 1.05}) == "open"
     assert state_of(1.08, {"median": 1.10, "low": 1.09}) == "missed"
+    assert state_of(1.08, {"median": 1.10, "low": 1.09}, trusted=False) == "unclear"
+
+
+def test_a_busy_machine_and_too_few_pairs_tell_nothing(work: Work) -> None:
+    machine = Machine(others=[1.0] * 1000)
+    busy = row_of("balanced", MIXES["balanced"], work, measure(machine, four(machine), work), 2, has_floor=True)
+    assert {target["state"] for target in targets_of([busy], [])} == {"unclear"}
+    machine = Machine()
+    few = measure(machine, four(machine), work, pairs=4)
+    row = row_of("balanced", MIXES["balanced"], work, few, 2, has_floor=True)
+    assert {target["state"] for target in targets_of([row], [])} == {"unclear"}
 
 
 @pytest.mark.parametrize(("errors", "state"), [([0.1] * 9 + [0.2], "met"), ([0.1] * 8 + [0.2] * 2, "missed")])
