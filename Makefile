@@ -5,7 +5,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: run test lint bench clean
+.PHONY: help run test lint bench clean
+
+help:
+	@echo "make run    three tasks, five rounds, four unequal simulated clients (ARGS=... for the wrapper)"
+	@echo "make test   the tests (ARGS=... for pytest)"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  how competitive sharing compares on this machine, quick version"
+	@echo "make clean  remove .venv and caches"
 
 run: .venv/.installed
 	@$(BIN)/python -m simulations.run $(ARGS)
@@ -15,6 +22,9 @@ test: .venv/.installed
 
 lint: .venv/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: .venv/.installed
+	@$(BIN)/python -m simulations.bench competitive --quick $(ARGS)
 
 .venv/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }

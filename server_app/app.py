@@ -17,7 +17,7 @@ from server_app.settings import Settings, SettingsError
 from strategies.registry import build
 
 app = ServerApp()
-log = logging.getLogger("paceline.server")
+log = logging.getLogger("flwr.paceline")
 
 
 @app.main()

@@ -81,6 +81,12 @@ class BestWeights:
 
     def update(self, server_round: int, arrays: Mapping[str, np.ndarray], scores: Mapping[str, TaskScore]) -> None:
         """Take over the tasks that got better."""
+        for task, score in scores.items():
+            if self._primary[task] not in score.metrics:
+                raise TaskError(
+                    f"task {task!r}: primary_metric {self._primary[task]!r} is not among what its metrics compute: "
+                    + ", ".join(score.metrics)
+                )
         better = {
             task
             for task, score in scores.items()

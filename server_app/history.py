@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gpu_runtime.contracts import Report
@@ -17,6 +19,9 @@ from server_app.checkpoint import write_json
 from server_app.evaluation import TaskScore
 from server_app.settings import Settings
 from strategies.base import RoundRecord
+
+# Flower shows what goes to its own logger and its children.
+log = logging.getLogger("flwr.paceline")
 
 COMPLETED, FAILED = "completed", "failed"
 DEFAULT_FOLDER = "paceline-runs"
@@ -50,6 +55,10 @@ def round_entry(record: RoundRecord, scores: Mapping[str, TaskScore]) -> dict[st
     return entry
 
 
+def _words(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+
+
 class RunHistory:
     """Writes the outputs of one run as it goes on."""
 
@@ -61,6 +70,7 @@ class RunHistory:
         self.bytes_up = 0
         self.bytes_down = 0
         self._reports: list[Report] = []
+        self._started_s = time.monotonic()
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl, for whoever follows the run."""
@@ -86,6 +96,15 @@ class RunHistory:
         self.rounds.append(entry)
         self._reports.extend(reports)
         self._append("history.jsonl", entry)
+        scored = "  ".join(f"{task} {_words(score.metrics)}" for task, score in scores.items())
+        log.info(
+            "round %d: makespan %.3g %s s, idle %.0f%%  %s",
+            record.server_round,
+            record.makespan_s,
+            record.clock,
+            100 * record.idle_fraction,
+            scored,
+        )
 
     def finish(self, cause: str | None = None) -> None:
         """Write trace.json and then summary.json; `cause` says in one line why a failed run failed."""
@@ -113,6 +132,9 @@ class RunHistory:
             "clock": settings.fleet.clock if settings.fleet.name else "measured",
             "rounds": self.rounds,
             "final": {task: score["metrics"] for task, score in last.items()},
+            "mean_makespan_s": seconds / len(self.rounds) if self.rounds else 0.0,
+            "mean_idle_fraction": fmean(entry["idle_fraction"] for entry in self.rounds) if self.rounds else 0.0,
+            "wall_s": time.monotonic() - self._started_s,
             "examples_per_s": examples / seconds if seconds > 0 else 0.0,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,

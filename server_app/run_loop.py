@@ -18,7 +18,7 @@ from server_app.history import RunHistory
 from server_app.settings import Settings
 from strategies.base import MultiTaskStrategy
 
-log = logging.getLogger("paceline.server")
+log = logging.getLogger("flwr.paceline")
 
 
 def run(

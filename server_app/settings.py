@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runtime.contracts import MEASURED, VIRTUAL
-from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, parse, setting, unknown_keys
+from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, nearest, parse, setting, unknown_keys
 from strategies.options import StrategyOptions
 from tasks.errors import NAME_PATTERN, TaskError
-from tasks.registry import task_refs
+from tasks.registry import task_name, task_refs
 from tasks.settings import DataSettings, TrainingSettings
 
 __all__ = ["Settings", "SettingsError"]
@@ -79,6 +79,10 @@ class Settings:
                 f"out-dir must be an absolute path, since Flower's processes run elsewhere; not {run.out_dir!r}"
             )
         rates, sizes = _task_options(run.task_options, faults)
+        names = [task_name(ref) for ref in refs]
+        for task in [] if not refs else dict.fromkeys([*rates, *sizes]):
+            if task not in names:
+                faults.append(f"task-options: the run has no task {task!r}{nearest(task, names)}")
         faults += strategy.faults()
         if faults:
             raise SettingsError(list(dict.fromkeys(faults)))

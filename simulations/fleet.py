@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu_runtime.contracts import Holding, Partition
 from gpu_runtime.settings import keys_of, nearest, parse, setting
+from simulations.task_costs import CostsError, load_costs
 
 FLEETS_DIR = Path(__file__).parent / "fleets"
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9-]*")
@@ -173,7 +174,7 @@ def parse_fleet(name: str, text: str) -> Fleet:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise FleetError([f"fleet {name!r} is not TOML: {error}"]) from None
+        raise FleetError([f"fleet {name!r} is not TOML: {error}; strings need quotes"]) from None
     faults: list[str] = []
     clients: Any = table.pop("client", [])
     faults += _unknown(table, Fleet, extra=("client",))
@@ -189,6 +190,10 @@ def parse_fleet(name: str, text: str) -> Fleet:
         elif not sum(kind.data_share * kind.count for kind in classes):
             faults.append("data-share is 0 for all clients; give at least one of them data")
         faults += _repeated([kind.name for kind in classes])
+    try:
+        load_costs(fleet.costs)
+    except CostsError as error:
+        faults.append(f"costs: {error}")
     if faults:
         raise FleetError([f"fleet {name!r}: {fault}" for fault in faults])
     return replace(fleet, name=name, classes=tuple(classes))

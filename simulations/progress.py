@@ -193,15 +193,14 @@ def round_lines(entry: Mapping[str, Any]) -> Iterator[str]:
 def final_table(summary: Mapping[str, Any]) -> Table:
     """Per task: metrics of the last round and examples trained; below, mean makespan and idle fraction."""
     rounds = summary.get("rounds", [])
-    count = max(1, len(rounds))
-    makespan_s = sum(entry["makespan_s"] for entry in rounds) / count
-    idle = sum(entry["idle_fraction"] for entry in rounds) / count
+    plural = "round" if len(rounds) == 1 else "rounds"
+    makespan_s, idle = summary.get("mean_makespan_s", 0.0), summary.get("mean_idle_fraction", 0.0)
     table = Table(
-        title=f"{summary.get('strategy')} on {summary.get('fleet') or 'real machines'}: {len(rounds)} rounds",
-        caption=f"mean makespan {makespan_s:.3g} {summary.get('clock')} s, mean idle fraction {idle:.1%}",
+        title=f"{summary.get('strategy')} on {summary.get('fleet') or 'real machines'}: {len(rounds)} {plural}",
+        caption=f"mean makespan {makespan_s:.3g} {summary.get('clock')} s\nmean idle fraction {idle:.1%}",
     )
-    for column in ("task", "metric", "value", "examples"):
-        table.add_column(column, justify="right" if column in ("value", "examples") else "left")
+    for column in ("task", "metric", "value", "examples trained"):
+        table.add_column(column, justify="right" if column in ("value", "examples trained") else "left")
     for task, metrics in summary.get("final", {}).items():
         examples = sum(
             client["tasks"].get(task, {}).get("examples", 0) for entry in rounds for client in entry["clients"].values()

@@ -32,6 +32,7 @@ from simulations.fleet import Fleet, FleetClient, FleetError
 from simulations.roll_call import RollCall
 from simulations.task_costs import RecordedCosts, load_costs
 from simulations.virtual_device import VirtualDevice
+from tasks.registry import task_name
 
 log = logging.getLogger("paceline.fleet")
 
@@ -278,9 +279,10 @@ class VirtualGrid(Grid):
 
     def _note_unrecorded(self, device: VirtualDevice) -> None:
         for task in device.unrecorded:
+            ref = next((ref for ref in self._task_refs if task_name(ref) == task), task)
             text = (
                 f"no recorded cost of task {task!r}: measured ones are used, so virtual seconds differ from run to "
-                "run; record it with python -m simulations.record_costs"
+                f"run; record it in simulations/costs with: python -m simulations.record_costs --tasks {ref}"
             )
             if text not in self.notes:
                 self.notes.append(text)

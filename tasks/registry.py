@@ -137,7 +137,8 @@ def _attribute(ref: str, module_name: str, class_name: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise TaskError(
-            f"task {ref!r}: cannot import module {module_name!r} ({type(error).__name__}: {_one_line(error)})"
+            f"task {ref!r}: cannot import module {module_name!r} ({type(error).__name__}: {_one_line(error)}); "
+            "install it, or put the folder above it on PYTHONPATH"
         ) from error
     try:
         return getattr(module, class_name)

@@ -19,6 +19,7 @@ from server_app.exchange import NoClientsError
 from server_app.history import RunHistory
 from server_app.settings import Settings
 from strategies.options import StrategyError
+from tasks.errors import TaskError
 from tests.in_process_grid import InProcessGrid
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
@@ -170,6 +171,12 @@ def test_a_bad_reply_is_refused_by_name_and_the_run_goes_on(
     assert summary["rounds"][0]["clients"]["desktop"]["tasks"]["tiny-faces"]["outcome"] == "trained"
     assert summary["rounds"][1]["refused"] == []
     assert all(np.isfinite(value).all() for value in weights.values())
+
+
+def test_a_wrong_primary_metric_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.tiny.TinyDigits.primary_metric", "acc")
+    with pytest.raises(TaskError, match="primary_metric 'acc' is not among what its metrics compute: accuracy"):
+        federate(tmp_path, tasks="tiny-digits", rounds=1)
 
 
 def test_no_clients_is_said_in_one_line(tmp_path: Path) -> None:

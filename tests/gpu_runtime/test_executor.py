@@ -156,8 +156,13 @@ def test_ctrl_c_stops_the_lanes_and_goes_on() -> None:
             signal.raise_signal(signal.SIGINT)
 
     works = [FakeWork("a", num_examples=10**9, during=interrupt), FakeWork("b", num_examples=10**9)]
-    with pytest.raises(KeyboardInterrupt):
-        run(*works)
+    # A shell starts background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(*works)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [work.ended for work in works] == ["abandoned", "abandoned"]
 
 

@@ -146,3 +146,9 @@ def test_units() -> None:
     assert kind.downlink_bytes_per_s is None
     assert kind.memory_bytes == 2 * 2**30
     assert math.isclose(kind.speed, 1.0)
+
+
+def test_unknown_costs_are_reported_with_the_other_faults() -> None:
+    text = faults_of('costs = "nope"\n[[client]]\nname = "a"\nspeed = -1.0')
+    assert "no recorded costs 'nope'; there are: cpu-2-cores" in text
+    assert "speed" in text

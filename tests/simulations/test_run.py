@@ -246,7 +246,7 @@ def test_spoken_progress_has_no_escape_codes_outside_a_terminal(tmp_path: Path) 
     spoken.stage("starting")
     spoken.event({"event": "note", "text": "[odd] text"})
     spoken.round(ENTRY)
-    summary = {"strategy": "fedavg", "fleet": "garage", "clock": "virtual", "rounds": [ENTRY]}
+    summary = {"strategy": "fedavg", "fleet": "garage", "clock": "virtual", "rounds": [ENTRY], "mean_makespan_s": 2.0}
     spoken.finished({**summary, "final": {"digits": {"accuracy": 0.9375}}}, tmp_path)
     text = out.getvalue()
     assert "\x1b" not in text
