@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 SCHEMA_VERSION = 1
 
+# JSON knows no largest integer; arrays and floats do.
+MAX_INTEGER = 2**63 - 1
+
 SHARING_MODES = ("sequential", "exclusive", "competitive")
 TRAINED, FAILED, CANCELLED = "trained", "failed", "cancelled"
 VIRTUAL, MEASURED = "virtual", "measured"
@@ -303,6 +306,8 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read(inner, value, path)
     if origin is tuple:
         return _read_tuple(typing.get_args(hint), value, path)
+    if type(value) is int and abs(value) > MAX_INTEGER:
+        raise ContractError(f"{path} is beyond 64 bits")
     if hint is float and type(value) in (int, float):
         if not math.isfinite(value):
             raise ContractError(f"{path} must be finite, not {value}")

@@ -59,8 +59,16 @@ class Evaluator:
         return arrays
 
     def scores(self, arrays: Mapping[str, np.ndarray]) -> dict[str, TaskScore]:
-        """Loss and metrics per task."""
+        """Loss and metrics per task.
+
+        Raises:
+            TaskError: a metric that is not a finite number.
+        """
         found = self._runtime.evaluate(arrays, self._held, split="test")
+        for task, values in found.items():
+            for name, value in values.items():
+                if name != "loss" and not (isinstance(value, int | float) and math.isfinite(value)):
+                    raise TaskError(f"task {task!r}: metric {name!r} must be a finite number, not {value!r}")
         return {
             task: TaskScore(
                 loss=values["loss"] if math.isfinite(values["loss"]) else None,

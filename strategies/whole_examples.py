@@ -71,9 +71,12 @@ def whole_loads(wanted: Floats, lower: Ints, upper: Ints, total: int) -> Ints:
     missing = total - int(loads.sum())
     step = 1 if missing > 0 else -1
     while missing:
+        # One each, or more where a solver's error on huge loads leaves more missing than there are clients.
+        chunk = max(1, abs(missing) // len(loads))
         for pair in np.argsort(-step * remainders, kind="stable"):
-            if missing and lower[pair] <= loads[pair] + step <= upper[pair]:
-                loads[pair] += step
-                remainders[pair] -= step
-                missing -= step
+            room = upper[pair] - loads[pair] if step > 0 else loads[pair] - lower[pair]
+            moved = step * min(chunk, abs(missing), int(room))
+            loads[pair] += moved
+            remainders[pair] -= moved
+            missing -= moved
     return loads

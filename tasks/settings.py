@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_runtime.contracts import DataSpec, Partition
+from gpu_runtime.contracts import MAX_INTEGER, DataSpec, Partition
 from gpu_runtime.settings import setting
 
 PARTITIONERS = (
@@ -27,7 +27,7 @@ class DataSettings:
 
     suite: str = setting("suite", "driving", "named list of tasks")
     tasks: str = setting("tasks", "", "comma-separated tasks instead of a suite: names or 'package.module:Class'")
-    seed: int = setting("seed", 1, "seed of everything random", minimum=0)
+    seed: int = setting("seed", 1, "seed of everything random", minimum=0, maximum=MAX_INTEGER)
     directory: str = setting("data.directory", "", "where data on disk lies; empty: data inside installed packages")
     download: bool = setting("data.download", False, "let torchvision's loaders download what is missing")
     partitioner: str = setting("data.partitioner", "iid", "how data is dealt out to clients", choices=PARTITIONERS)

@@ -179,6 +179,12 @@ def test_a_wrong_primary_metric_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         federate(tmp_path, tasks="tiny-digits", rounds=1)
 
 
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.metrics.ClassAccuracy.compute", lambda self: {"accuracy": float("nan")})
+    with pytest.raises(TaskError, match="metric 'accuracy' must be a finite number, not nan"):
+        federate(tmp_path, tasks="tiny-digits", rounds=1)
+
+
 def test_no_clients_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(NoClientsError, match=r"0 of at least 1 clients joined within 1\.5 s"):
         federate(tmp_path, nodes=0)

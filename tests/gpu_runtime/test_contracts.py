@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu_runtime.contracts import (
+    MAX_INTEGER,
     ContractError,
     NodeHoldings,
     Plan,
     Profile,
     Report,
     TaskPlan,
+    TaskReport,
     array_key,
     from_json,
     from_mapping,
@@ -28,6 +30,7 @@ from gpu_runtime.contracts import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+st.register_type_strategy(int, st.integers(-MAX_INTEGER, MAX_INTEGER))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
 PLAN = Plan(client="a", server_round=3, seed=1, tasks=(TaskPlan(task="digits", num_examples=10, share=0.5),))
@@ -102,3 +105,11 @@ def test_importing_the_contracts_loads_no_torch() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("field", ["num_examples", "seconds"])
+def test_integers_beyond_64_bits_are_refused(field: str) -> None:
+    report = TaskReport(task="a", num_examples=1, num_steps=1, seconds=1.0)
+    body = {**json.loads(to_json(report)), field: 10**400}
+    with pytest.raises(ContractError, match=f"{field} is beyond 64 bits"):
+        from_json(TaskReport, json.dumps(body))

@@ -47,7 +47,7 @@ def test_all_faults_are_reported_together() -> None:
         "unknown key 'stratgy.name' (did you mean 'strategy.name'?)",
         "rounds must be a whole number at least 1 and at most 100000, not -3",
         "fleet.clock must be one of virtual, measured, not 1",
-        "seed must be a whole number at least 0, not nan",
+        "seed must be a whole number at least 0 and at most 9.22337e+18, not nan",
         "out-dir must be an absolute path, since Flower's processes run elsewhere; not 'here'",
         faults[-1],
     ]

@@ -22,6 +22,7 @@ from strategies.load_assignment import (
     TaskLoad,
 )
 from strategies.options import StrategyError
+from strategies.whole_examples import whole_loads
 
 ASSIGNERS = (LinearProgramAssigner, ProportionalAssigner, EqualAssigner)
 every_assigner = pytest.mark.parametrize("assigner", [kind() for kind in ASSIGNERS], ids=lambda a: type(a).__name__)
@@ -272,3 +273,9 @@ def test_a_hundred_clients_and_ten_tasks() -> None:
     totals = {f"t{i}": sum(c.tasks[f"t{i}"].num_held for c in clients if f"t{i}" in c.tasks) // 2 for i in range(10)}
     found = LinearProgramAssigner().assign(LoadProblem(clients=clients, totals=totals))
     assert found.bound_s <= found.plan_s <= found.bound_s * 1.02
+
+
+def test_rounding_of_huge_loads_ends() -> None:
+    wanted = np.array([4.0e11, 6.0e11])
+    loads = whole_loads(wanted, np.array([0, 0]), np.array([10**12, 10**12]), 10**12 + 10**8)
+    assert loads.sum() == 10**12 + 10**8
