@@ -33,7 +33,10 @@ def main() -> None:
         if pid == 0:
             _run(command_line, request)
         _, status = os.waitpid(pid, 0)
-        print(request["number"], os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        try:
+            print(request["number"], os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        except BrokenPipeError:  # the wrapper was killed while a command was under way
+            break
     clean_up(sys.argv[1])
 
 
