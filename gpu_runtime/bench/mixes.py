@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from gpu_runtime.bench.apart import apart
 from gpu_runtime.bench.floor import SoloTimes
 from gpu_runtime.bench.models import build, kind_of
 from gpu_runtime.contracts import DataSpec, TaskPlan
@@ -99,7 +100,7 @@ class Calibration:
 
     def work(self, mix: Mix, seconds: float) -> Work:
         """Work for each task so that all of it takes about `seconds`, one task after another."""
-        known = {task: self._measured(task) for task in mix.tasks}
+        known = apart(lambda: {task: self._measured(task) for task in mix.tasks})
         # The better width: two threads that wait for each other on a busy machine say nothing about the work.
         step_s = {task: min(step.one_s, step.all_s) for task, (_, _, step) in known.items()}
         if mix.steps:

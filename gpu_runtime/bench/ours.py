@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpu_runtime.allocator import TaskLoad, predicted_makespan
+from gpu_runtime.bench.apart import apart
 from gpu_runtime.bench.mixes import ORIGIN, Work
 from gpu_runtime.bench.models import build
 from gpu_runtime.bench.variants import Run, Variant, VariantError
@@ -44,7 +45,7 @@ class Ours(Variant):
 
     def prepare(self, work: Work) -> None:
         """Profile the tasks: as a client does before its first round."""
-        profile = self._runtime.profile(ORIGIN.client, _held(list(work)))
+        profile = apart(lambda: self._runtime.profile(ORIGIN.client, _held(list(work))))
         if profile.errors:
             raise VariantError("; ".join(profile.errors))
         self._capacity = profile.capacity
@@ -74,7 +75,7 @@ class Ours(Variant):
             deadline_s=deadline_s,
         )
         arrays = {array_key(task, name): array for task, share in work.items() for name, array in share.arrays.items()}
-        report = self._runtime.train(plan, arrays, _held(list(work))).report
+        report = apart(lambda: self._runtime.train(plan, arrays, _held(list(work)))).report
         failed = [f"{task.task}: {task.error}" for task in report.tasks if task.outcome == FAILED]
         if failed:
             raise VariantError("; ".join(failed))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_runtime.allocator import packed
+from gpu_runtime.bench.apart import apart
 from gpu_runtime.bench.mixes import Share, Work, synchronize
 from gpu_runtime.device import CPU, Device
 from gpu_runtime.training import TaskTraining
@@ -109,12 +110,15 @@ def threads_kept() -> Iterator[None]:
 
 
 class Sequential(Variant):
-    """One task after another in the calling thread, in a plain loop without any runtime: on `width` threads."""
+    """One task after another in a plain loop without any runtime, on `width` threads."""
 
     def __init__(self, name: str, device: Device, width: int) -> None:
         self.name, self._device, self._width = name, device, width
 
     def run(self, work: Work, deadline_s: float) -> Run:
+        return apart(lambda: self._run(work, deadline_s))
+
+    def _run(self, work: Work, deadline_s: float) -> Run:
         alone_s: dict[str, float] = {}
         finish_s: dict[str, float] = {}
         fractions: dict[str, float] = {}

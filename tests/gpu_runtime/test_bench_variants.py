@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from gpu_runtime.bench import competitive
+from gpu_runtime.bench.apart import apart
 from gpu_runtime.bench.competitive import QUICK, mixes_of, size_of, variants_on
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix, Work
 from gpu_runtime.bench.processes import ProcessPerTask, WorkerProcess
 from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS
 from gpu_runtime.bench.rounds import Gate
 from gpu_runtime.bench.table import table
-from gpu_runtime.bench.variants import Threads, VariantError, done_fraction, one_each, packed_on
+from gpu_runtime.bench.variants import Threads, VariantError, done_fraction, one_each, packed_on, threads_kept
 from gpu_runtime.device import discover
 
 DEVICE = discover(2, "cpu")
@@ -132,6 +133,19 @@ def test_a_task_that_raises_fails_its_variant(work: Work, monkeypatch: pytest.Mo
     monkeypatch.setattr(work["lenet"].workload, "loss", lambda outputs, targets: 1 / 0)
     with pytest.raises(VariantError, match="ZeroDivisionError"):
         Threads("threads", DEVICE, groups=one_each, width=1).run(work, 10.0)
+
+
+def test_wide_work_leaves_no_openmp_threads() -> None:
+    def wide() -> float:
+        torch.set_num_threads(2)
+        return float(torch.ones(1 << 20).exp().sum())
+
+    before = psutil.Process().num_threads()
+    with threads_kept():
+        assert apart(wide) == pytest.approx(2.718281828 * (1 << 20), rel=1e-4)
+    assert psutil.Process().num_threads() == before
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 / 0)
 
 
 def test_static_packing_by_hand(work: Work) -> None:
