@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_runtime.contracts import DataSpec, HeldTask, Profile
-from gpu_runtime.executor import one_line
+from gpu_runtime.work import one_line
 
 
 class UsageError(ValueError):

@@ -12,10 +12,10 @@ from gpu_runtime.allocator import TaskLoad, equal_finish
 from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED, Span
 from gpu_runtime.device import Device
 from gpu_runtime.device_memory import free_bytes
-from gpu_runtime.lanes.base import DEFAULT_OPTIONS, Lane, LaneOptions, PartitionBackend
+from gpu_runtime.lanes.base import DEFAULT_OPTIONS, Lane, LaneLostError, LaneOptions, PartitionBackend
 from gpu_runtime.memory import Admission
 from gpu_runtime.step_queue import Entry, Grant, StepQueue
-from gpu_runtime.work import Work
+from gpu_runtime.work import Work, one_line
 
 # How often the caller looks for cancellation and for lanes that ended.
 POLL_S = 0.05
@@ -129,6 +129,7 @@ class _Run:
             deterministic=options.deterministic,
             deadline_s=None if deadline_s is None else start_s + deadline_s,
             admission=admission,
+            quantum_s=backend.quantum_s,
         )
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane {lane.name}", daemon=True)
@@ -185,6 +186,9 @@ class _Run:
         try:
             while (grant := self._queue.take(lane)) is not None:
                 self._serve_grant(lane, grant)
+                if lane.lost:
+                    self._queue.lane_lost(lane, LaneLostError(f"lane {lane.name} was lost: {lane.lost}"))
+                    return
         finally:
             lane.close()
 
@@ -205,10 +209,8 @@ class _Run:
 
     def _advance(self, grant: Grant) -> None:
         work = grant.work
-        for _ in range(grant.num_steps):
-            work.step()
-            if work.finished or self._queue.stopping:
-                break
+        if grant.num_steps > 0:
+            work.advance(grant.num_steps, lambda: self._queue.stopping)
         if work.finished or (grant.last and work.steps_done > 0):
             work.finish()
 
@@ -243,10 +245,3 @@ class _Run:
             share=self._shares.get(work.task),
             error=error,
         )
-
-
-def one_line(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

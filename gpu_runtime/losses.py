@@ -48,9 +48,30 @@ class LossRecord:
             where = f"step {self._num_steps}" if self._stride == 1 else f"or before step {self._num_steps}"
             raise TrainingError(f"loss is not finite at {where}")
 
-    def statistics(self) -> LossStatistics:
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """First and last loss, their sum weighted by examples, steps and examples: all there is. Waits for the device.
+
+        Empty before the first step.
+        """
         if self._first is None or self._sum is None or self._last is None:
-            return LossStatistics()
-        values = (self._first.item(), self._sum.item() / self._num_examples, self._last.item())
-        first, mean, last = (value if math.isfinite(value) else None for value in values)
-        return LossStatistics(first=first, mean=mean, last=last)
+            return ()
+        return (self._first.item(), self._last.item(), self._sum.item(), self._num_steps, self._num_examples)
+
+    def restore(self, numbers: tuple[float, ...]) -> None:
+        """Go on from the `numbers` of another record."""
+        if numbers:
+            self._first, self._last, self._sum = (torch.tensor(value, dtype=torch.double) for value in numbers[:3])
+            self._num_steps, self._num_examples = int(numbers[3]), int(numbers[4])
+
+    def statistics(self) -> LossStatistics:
+        return statistics_of(self.numbers)
+
+
+def statistics_of(numbers: tuple[float, ...]) -> LossStatistics:
+    """What the `numbers` of a record say."""
+    if not numbers:
+        return LossStatistics()
+    values = (numbers[0], numbers[2] / numbers[4], numbers[1])
+    first, mean, last = (value if math.isfinite(value) else None for value in values)
+    return LossStatistics(first=first, mean=mean, last=last)

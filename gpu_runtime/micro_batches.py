@@ -62,6 +62,10 @@ class MicroBatches:
         self._set(size, f"to fit: {need}")
         return True
 
+    def restore(self, size: int | None, notes: tuple[str, ...]) -> None:
+        """Take over what another has come to; None: whole batches."""
+        self.size, self.notes = self.batch_size if size is None else size, notes
+
     def mean_loss(
         self,
         batch: Batch,

@@ -31,12 +31,16 @@ from gpu_runtime.contracts import (
 from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
 from gpu_runtime.evaluation import TaskEvaluation
-from gpu_runtime.executor import Execution, Executor, one_line
+from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import LaneOptions, choose
+from gpu_runtime.lanes.cpu import CpuBackend
+from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.profiler import Profiler
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
-from gpu_runtime.work import Work
+from gpu_runtime.work import Work, one_line
+from gpu_runtime.workers.pool import WorkerPool
+from gpu_runtime.workers.remote_training import RemoteTraining
 from gpu_runtime.workload import Workload, WorkloadFactory
 from gpu_runtime.workload_cache import WorkloadCache
 
@@ -115,6 +119,7 @@ class EmbeddedRuntime(Runtime):
         self._working = threading.Lock()
         self._cancel = threading.Event()
         self._workloads = WorkloadCache(factory)
+        self._workers = WorkerPool(factory)
         self._costs: dict[tuple[str, int], TaskCost] = {}
         self._device: Device | None = None
 
@@ -160,8 +165,8 @@ class EmbeddedRuntime(Runtime):
             self._cancel.clear()
             _import_optimizers()
             started_at_s, origin_s = time.time(), time.perf_counter()
-            backend = choose(self._sharing.backend, plan.sharing_mode, self.device)
-            trainings, refused = self._trainings(plan, arrays, held)
+            backend = choose(self._sharing.backend, plan.sharing_mode, self.device, self._workers)
+            trainings, refused = self._trainings(plan, arrays, held, remote=isinstance(backend, ProcessBackend))
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
             peak = PeakMemory(self.device)
@@ -221,7 +226,7 @@ class EmbeddedRuntime(Runtime):
                 except Exception as error:  # a user's task may raise anything; the others go on
                     faults.append(f"{each.ref}: {one_line(error)}")
             busy = [work for work in works if work.num_examples > 0]
-            backend = choose(self._sharing.backend, self._sharing.mode, self.device)
+            backend = choose(self._evaluation_backend, self._sharing.mode, self.device)
             execution = Executor(backend, LaneOptions(mode=self._sharing.mode)).run(
                 busy, [self._load(work) for work in busy], cancel=self._cancel
             )
@@ -240,24 +245,31 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._workloads.clear()
             self._costs.clear()
+            self._workers.close()
 
     # ------------------------------------------------------------------------------------------------------ internals
 
+    @property
+    def _evaluation_backend(self) -> str:
+        """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
+        return CpuBackend.name if self._sharing.backend == ProcessBackend.name else self._sharing.backend
+
     def _trainings(
-        self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]
-    ) -> tuple[list[TaskTraining], list[TaskReport]]:
+        self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, remote: bool
+    ) -> tuple[list[TaskTraining | RemoteTraining], list[TaskReport]]:
         """A training for each task of the plan that can start, a failed report for each that cannot."""
         workloads: dict[str, Workload] = {}
+        held_as: dict[str, HeldTask] = {}
         unbuilt: list[str] = []
         for each in held:
             try:
                 workload = self._workloads.get(each)
-                workloads[workload.name] = workload
+                workloads[workload.name], held_as[workload.name] = workload, each
             except Exception as error:  # a user's task may raise anything; the others go on
                 unbuilt.append(f"{each.ref}: {one_line(error)}")
         by_task = _arrays_by_task(arrays)
         origin = Origin(client=plan.client, server_round=plan.server_round, seed=plan.seed)
-        trainings: dict[str, TaskTraining] = {}
+        trainings: dict[str, TaskTraining | RemoteTraining] = {}
         refused: list[TaskReport] = []
         for task in plan.tasks:
             try:
@@ -268,12 +280,22 @@ class EmbeddedRuntime(Runtime):
                     raise ValueError("; ".join([f"this client does not hold the task (it holds: {holds})", *unbuilt]))
                 if task.task not in by_task:
                     raise ValueError("the message has no arrays for this task")
-                trainings[task.task] = TaskTraining(
-                    workload=workloads[task.task],
-                    plan=task,
-                    arrays=by_task[task.task],
-                    origin=origin,
-                    device=self.device.torch_device,
+                trainings[task.task] = (
+                    RemoteTraining(
+                        held=held_as[task.task],
+                        workload=workloads[task.task],
+                        plan=task,
+                        arrays=by_task[task.task],
+                        origin=origin,
+                    )
+                    if remote
+                    else TaskTraining(
+                        workload=workloads[task.task],
+                        plan=task,
+                        arrays=by_task[task.task],
+                        origin=origin,
+                        device=self.device.torch_device,
+                    )
                 )
             except Exception as error:  # a user's task may raise anything; the others go on
                 refused.append(_refused(task, error))
@@ -309,7 +331,7 @@ def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.
     return by_task
 
 
-def _task_report(training: TaskTraining, execution: Execution, peak_memory_bytes: int) -> TaskReport:
+def _task_report(training: TaskTraining | RemoteTraining, execution: Execution, peak_memory_bytes: int) -> TaskReport:
     result = execution.results[training.task]
     trained = result.outcome == TRAINED
     losses = training.losses

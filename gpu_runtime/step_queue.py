@@ -15,8 +15,6 @@ from gpu_runtime.lanes.base import Lane
 from gpu_runtime.memory import Admission, MemoryNeedError
 from gpu_runtime.work import Work
 
-# Shorter steps are granted several at a time: below this a lane would spend its time on locks and thread switches.
-QUANTUM_S = 0.005
 # Waiting lanes look again this often, so that a lost wake-up costs a moment and not a hang.
 WAKE_S = 0.5
 # The first step on a new width pays for its threads; a width is judged by the steps after it.
@@ -98,6 +96,7 @@ class StepQueue:
         clock: seconds, e.g. `time.perf_counter`.
         on_end: called (under the queue's lock) with each work that ended, and its exception or None.
         admission: decides which tasks fit into memory together; without it all do.
+        quantum_s: shorter steps are granted several at a time: a lane must not spend its time on locks and switches.
     """
 
     def __init__(
@@ -112,6 +111,7 @@ class StepQueue:
         deterministic: bool = False,
         deadline_s: float | None = None,
         admission: Admission | None = None,
+        quantum_s: float = 0.005,
     ) -> None:
         self._entries = {entry.work.task: entry for entry in entries}
         self._threads, self._num_lanes = threads, num_lanes
@@ -122,6 +122,7 @@ class StepQueue:
         self._widths: Mapping[str, int] = {}
         self._widths_of: tuple[str, ...] = ()
         self._admission = admission
+        self._quantum_s = quantum_s
         self._admit()
 
     def take(self, lane: Lane) -> Grant | None:
@@ -132,7 +133,11 @@ class StepQueue:
                 mine = [entry for entry in unfinished if lane.tasks is None or entry.work.task in lane.tasks]
                 if not mine or self._cancelled:
                     return None
-                if lane.tasks is None and self._num_lanes > len(unfinished):
+                if (
+                    lane.tasks is None
+                    and self._num_lanes > len(unfinished)
+                    and not any(entry.work.lane == lane.name for entry in unfinished)
+                ):
                     # More lanes than tasks: one leaves for good, the others have a task each.
                     self._num_lanes -= 1
                     return None
@@ -157,7 +162,7 @@ class StepQueue:
         with self._changed:
             self._num_lanes -= 1
             for entry in self._entries.values():
-                own = lane.tasks is not None and entry.work.task in lane.tasks
+                own = (lane.tasks is not None and entry.work.task in lane.tasks) or entry.work.lane == lane.name
                 if not entry.ended and entry.running_width == 0 and (own or self._num_lanes == 0):
                     self._end(entry, error)
             self._changed.notify_all()
@@ -210,7 +215,7 @@ class StepQueue:
                 self._end(entry, MemoryNeedError(f"{admitted.need}, too few even for one example at a time"))
 
     def _grant(self, lane: Lane, mine: Sequence[Entry], unfinished: Sequence[Entry]) -> Grant | None:
-        idle = [entry for entry in mine if entry.running_width == 0]
+        idle = [entry for entry in mine if entry.running_width == 0 and entry.work.lane in (None, lane.name)]
         free = self._threads - sum(entry.running_width for entry in unfinished)
         if not idle or free <= 0:
             return None
@@ -247,9 +252,8 @@ class StepQueue:
             return wide
         return wide if entry.rates[wide] <= entry.rates[1] else 1
 
-    @staticmethod
-    def _num_steps(entry: Entry, width: int) -> int:
+    def _num_steps(self, entry: Entry, width: int) -> int:
         if entry.tried.get(width, 0) <= WARM_UP_GRANTS:
             return 1
         step_s = entry.rates.get(width, 0.0) * entry.work.batch_size
-        return max(1, int(QUANTUM_S / step_s)) if step_s > 0 else 1
+        return max(1, int(self._quantum_s / step_s)) if step_s > 0 else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,21 @@ class Origin:
     client: str
     server_round: int
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a training has come, but for its tensors: plain numbers that may cross between processes.
+
+    `losses` are those of `LossRecord.numbers`; `draws_random_numbers` is None before the first step.
+    """
+
+    steps_done: int = 0
+    examples_done: int = 0
+    losses: tuple[float, ...] = ()
+    micro_batch: int | None = None
+    notes: tuple[str, ...] = ()
+    draws_random_numbers: bool | None = None
 
 
 class TaskTraining(Work):
@@ -66,14 +81,14 @@ class TaskTraining(Work):
         self.task = plan.task
         self.num_examples = plan.num_examples
         self.batch_size = workload.batch_size if plan.batch_size is None else plan.batch_size
-        _check(plan, self.batch_size)
+        check_plan(plan, self.batch_size)
         examples = workload.train_examples()
         if len(examples) == 0:
             raise TrainingError("this client holds no training examples of the task")
         self._workload, self._plan, self._origin, self._device = workload, plan, origin, device
         self._start_arrays: Mapping[str, np.ndarray] = arrays
-        batches = sample_batches(len(examples), self.num_examples, self.batch_size, self._seed("examples"))
-        self._batches = batches_on(device, (examples.batch(indices) for indices in batches))
+        self._indices = sample_batches(len(examples), self.num_examples, self.batch_size, self._seed("examples"))
+        self._batches: Iterator[Batch] = batches_on(device, (examples.batch(indices) for indices in self._indices))
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._anchor: list[torch.Tensor] = []
@@ -96,6 +111,34 @@ class TaskTraining(Work):
     def micro_batch(self) -> int | None:
         """Examples at a time, where memory made that less than a batch."""
         return None if self._micro_batches.size == self.batch_size else self._micro_batches.size
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            steps_done=self.steps_done,
+            examples_done=self.examples_done,
+            losses=self._losses.numbers,
+            micro_batch=self.micro_batch,
+            notes=self._micro_batches.notes,
+            draws_random_numbers=self._draws_random_numbers,
+        )
+
+    def resume(self, progress: Progress) -> None:
+        """Go on where another copy of this training, whose tensors this one shares, has come to (CPU only)."""
+        for _ in range(progress.steps_done - self.steps_done):
+            next(self._indices)
+        self.steps_done, self.examples_done = progress.steps_done, progress.examples_done
+        self._losses.restore(progress.losses)
+        self._micro_batches.restore(progress.micro_batch, progress.notes)
+        self._draws_random_numbers = progress.draws_random_numbers
+
+    def tensors(self, share: Callable[[nn.Module], None]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model and its optimiser, made now if need be; `share` may then move the model's memory."""
+        made = self._model is None
+        model, optimizer, _ = self._prepared()
+        if made:
+            share(model)
+        return model, optimizer
 
     def shrink(self, fraction: float, need: str) -> bool:
         return self._micro_batches.shrink(fraction, need)
@@ -200,7 +243,7 @@ class TaskTraining(Work):
         self._start_arrays = {}
 
 
-def _check(plan: TaskPlan, batch_size: int) -> None:
+def check_plan(plan: TaskPlan, batch_size: int) -> None:
     """Raises TrainingError on a plan that cannot be followed."""
     if plan.num_examples <= 0 or batch_size <= 0:
         raise TrainingError(f"plan asks for {plan.num_examples} examples in batches of {batch_size}")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 
 class TrainingError(RuntimeError):
     """Work that cannot go on; the text says why in one line."""
+
+
+class RemoteError(TrainingError):
+    """What went wrong in another process; the text is its error in one line, with its type."""
 
 
 class Work(ABC):
@@ -17,6 +22,7 @@ class Work(ABC):
         num_examples: examples to work through.
         batch_size: examples a step takes (the last may take fewer).
         examples_done, steps_done: progress.
+        lane: the only lane that can take its next steps; None for any.
     """
 
     task: str
@@ -24,6 +30,7 @@ class Work(ABC):
     batch_size: int
     examples_done: int = 0
     steps_done: int = 0
+    lane: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -42,6 +49,13 @@ class Work(ABC):
         """
         return False
 
+    def advance(self, num_steps: int, stopping: Callable[[], bool]) -> None:
+        """Take `num_steps` steps; fewer when the work is finished or `stopping` says so between two of them."""
+        for _ in range(num_steps):
+            self.step()
+            if self.finished or stopping():
+                break
+
     @abstractmethod
     def step(self) -> None:
         """Advance by one batch. Called in the lane's thread, on the lane's stream."""
@@ -53,3 +67,13 @@ class Work(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """Called instead of `finish` when the work failed or was cancelled: let the memory go."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line of at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, RemoteError) and lines:
+        text = lines[0]
+    else:
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -44,6 +44,9 @@ class Workload(Protocol):
     of float32. "float16" scales its losses, waits for the device once a step, and skips steps that overflow. Losses
     must be safe to autocast: `binary_cross_entropy_with_logits`, not `binary_cross_entropy`. Evaluation is in full
     precision.
+
+    `movable: bool` (True by default): whether worker processes may take turns at its training. Parameters, buffers and
+    the optimiser's state move; numbers that a model or an optimiser keeps in attributes of its own do not.
     """
 
     name: str
@@ -77,3 +80,29 @@ class WorkloadFactory(Protocol):
     """`tasks.registry:build` and anything like it: a workload from its reference and its data."""
 
     def __call__(self, ref: str, data: DataSpec) -> Workload: ...
+
+
+class SyntheticExamples:
+    """A workload whose training examples are random: for trials that need no data.
+
+    Each batch size has one batch, the same at every call.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._batches: dict[int, tuple[Any, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def train_examples(self) -> Examples:
+        return self
+
+    def __len__(self) -> int:
+        return 4 * self._workload.batch_size
+
+    def batch(self, indices: Sequence[int] | torch.Tensor) -> tuple[Any, Any]:
+        size = len(indices)
+        if size not in self._batches:
+            self._batches[size] = self._workload.synthetic_batch(size, torch.Generator().manual_seed(0))
+        return self._batches[size]

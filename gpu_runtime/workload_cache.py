@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import cast
 
 from gpu_runtime.contracts import HeldTask
-from gpu_runtime.executor import one_line
+from gpu_runtime.work import one_line
 from gpu_runtime.workload import Workload, WorkloadFactory
 
 # Each client has its own part of the data, and so its own workload.

@@ -22,8 +22,8 @@ from gpu_runtime.bench.models import build
 from gpu_runtime.bench.variants import drive
 from gpu_runtime.contracts import DataSpec
 from gpu_runtime.device import Device
-from gpu_runtime.executor import one_line
 from gpu_runtime.training import TaskTraining
+from gpu_runtime.work import one_line
 
 _PR_SET_PDEATHSIG = 1
 

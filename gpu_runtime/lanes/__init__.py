@@ -6,11 +6,13 @@ from gpu_runtime.device import CUDA, Device
 from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions, PartitionBackend
 from gpu_runtime.lanes.cpu import CpuBackend
 from gpu_runtime.lanes.green import GreenBackend
+from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.lanes.streams import StreamsBackend
+from gpu_runtime.workers.pool import WorkerPool
 
 BACKENDS: dict[str, type[PartitionBackend]] = {
-    backend.name: backend for backend in (SequentialBackend, CpuBackend, StreamsBackend, GreenBackend)
+    backend.name: backend for backend in (SequentialBackend, CpuBackend, ProcessBackend, StreamsBackend, GreenBackend)
 }
 # Backends that one may look for here, and why there are none.
 NOT_MADE = {"mps": "it bounds whole processes, and lanes are threads of one process: there are no process lanes yet"}
@@ -18,8 +20,14 @@ NOT_MADE = {"mps": "it bounds whole processes, and lanes are threads of one proc
 __all__ = ["BACKENDS", "NOT_MADE", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
 
 
-def choose(backend: str, mode: str, device: Device) -> PartitionBackend:
+def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = None) -> PartitionBackend:
     """The backend for a sharing mode on a device; `auto` means streams on CUDA and cpu elsewhere.
+
+    Args:
+        backend: as in `sharing.backend`.
+        mode: of sharing.
+        device: where.
+        pool: workers for process lanes; without one they cannot train.
 
     Raises:
         BackendError: an unknown backend, or one that cannot work on this device.
@@ -35,4 +43,8 @@ def choose(backend: str, mode: str, device: Device) -> PartitionBackend:
     reason = BACKENDS[backend].unavailable(device)
     if reason:
         raise BackendError(f"sharing backend {backend!r} cannot be used: {reason}")
+    if backend == ProcessBackend.name:
+        if pool is not None and pool.unavailable:
+            raise BackendError(f"sharing backend {backend!r} cannot be used: {pool.unavailable}")
+        return ProcessBackend(device, pool)
     return BACKENDS[backend](device)

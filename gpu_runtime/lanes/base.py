@@ -15,6 +15,10 @@ from gpu_runtime.contracts import Span
 from gpu_runtime.device import Device
 
 
+class LaneLostError(RuntimeError):
+    """A lane that can serve no longer; the text says why."""
+
+
 class BackendError(RuntimeError):
     """A backend that is unknown or cannot work on this device; the text says why."""
 
@@ -38,7 +42,10 @@ class Lane(ABC):
         name: shown in traces.
         tasks: the only tasks that may run here; None for any.
         width: threads that every step here takes; None leaves the width of each step to the executor.
+        lost: why the lane can serve no longer; empty while it can. Looked at after each `run`.
     """
+
+    lost: str = ""
 
     def __init__(self, name: str, *, tasks: frozenset[str] | None, width: int | None, options: LaneOptions) -> None:
         self.name, self.tasks, self.width = name, tasks, width
@@ -91,11 +98,13 @@ class PartitionBackend(ABC):
         name: as in `sharing.backend`.
         in_order: tasks run one after another in the order of the plan, not interleaved.
         bounds: what a share bounds here, for people: "compute", "nothing", ...
+        quantum_s: shorter steps are granted several at a time, about so many seconds of them.
     """
 
     name: str
     in_order: bool = False
     bounds: str = "nothing"
+    quantum_s: float = 0.005
 
     def __init__(self, device: Device) -> None:
         self.device = device

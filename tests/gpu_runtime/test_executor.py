@@ -16,8 +16,9 @@ from gpu_runtime import executor as executor_module
 from gpu_runtime.allocator import TaskLoad
 from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED
 from gpu_runtime.device import Device
-from gpu_runtime.executor import Execution, Executor, one_line
+from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import CpuBackend, Lane, LaneOptions, PartitionBackend, SequentialBackend
+from gpu_runtime.work import one_line
 
 
 def cpu(cores: int) -> Device:

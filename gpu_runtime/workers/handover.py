@@ -1,0 +1,221 @@
+"""A training that several processes take turns at: its tensors lie in shared memory, the rest crosses as numbers.
+
+Each process builds the same model and optimiser and lets their tensors point into the same memory. Whoever takes the
+next steps first resumes from the numbers (`Stage`) that the last one left. Nothing is copied when it changes hands.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu_runtime.training import Progress, TaskTraining
+from gpu_runtime.workers.shared_memory import Slot, slots_for, tensors_at
+
+Simple = bool | int | float | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerLayout:
+    """What an optimiser keeps, but for the values of its tensors.
+
+    Tensor i belongs to parameter `parameters[i]` (counted over all groups) under the name `names[i]`, at `slots[i]`.
+    `values` are what else it keeps, as (parameter, name, value); `groups` the simple settings of each group.
+    """
+
+    parameters: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    values: tuple[tuple[int, str, Simple], ...] = ()
+    groups: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """All that the next process needs to go on. `stuck` says why it cannot, empty where it can."""
+
+    progress: Progress = Progress()
+    optimizer: OptimizerLayout | None = None
+    stuck: str = ""
+
+
+def to_plain(stage: Stage) -> dict[str, Any]:
+    """A stage as JSON holds it."""
+    return asdict(stage)
+
+
+def from_plain(body: Mapping[str, Any]) -> Stage:
+    """Inverse of `to_plain`, also after JSON has made lists of its tuples."""
+    layout = body["optimizer"]
+    progress = {**body["progress"]}
+    progress["losses"], progress["notes"] = tuple(progress["losses"]), tuple(progress["notes"])
+    if layout is not None:
+        slots = (
+            Slot(offset=each["offset"], dtype=each["dtype"], shape=tuple(each["shape"]), stride=tuple(each["stride"]))
+            for each in layout["slots"]
+        )
+        layout = OptimizerLayout(
+            parameters=tuple(layout["parameters"]),
+            names=tuple(layout["names"]),
+            slots=tuple(slots),
+            values=tuple((index, name, value) for index, name, value in layout["values"]),
+            groups=tuple(layout["groups"]),
+        )
+    return Stage(progress=Progress(**progress), optimizer=layout, stuck=body["stuck"])
+
+
+class NotSharedError(RuntimeError):
+    """State that cannot lie in shared memory; the text says what."""
+
+
+class SharedTraining:
+    """This process's copy of a training.
+
+    Args:
+        training: not yet begun; on the CPU.
+        model_memory, optimizer_memory: descriptors of the shared memory, both closed by `close`.
+    """
+
+    def __init__(self, training: TaskTraining, model_memory: int, optimizer_memory: int) -> None:
+        self.training = training
+        self._descriptors = [model_memory, optimizer_memory]
+        self._model_memory, self._optimizer_memory = model_memory, optimizer_memory
+        self._layout = OptimizerLayout()
+        self._shared: dict[tuple[int, str], torch.Tensor] = {}
+
+    def advance(self, num_steps: int, stage: Stage | None) -> Stage:
+        """Take steps, from `stage` if another process took the last ones (None: this one did)."""
+        self._attach(stage)
+        self.training.advance(num_steps, lambda: False)
+        return self._leave()
+
+    def finish(self, stage: Stage | None) -> dict[str, np.ndarray]:
+        """The trained weights. Raises as `TaskTraining.finish` does."""
+        self._attach(stage)
+        self.training.finish()
+        # Copies: shared memory may be written to by others.
+        return {name: np.array(value) for name, value in self.training.arrays.items()}
+
+    def close(self) -> None:
+        self.training.abandon()
+        self._shared.clear()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _attach(self, stage: Stage | None) -> None:
+        begun = stage is not None and stage.progress.steps_done > 0
+        _, optimizer = self.training.tensors(lambda model: self._share(model, copy=not begun))
+        if stage is None or not begun:
+            return
+        self.training.resume(stage.progress)
+        if stage.optimizer is not None:
+            self._take_over(optimizer, stage.optimizer)
+
+    def _share(self, model: nn.Module, copy: bool) -> None:
+        """Let parameters and buffers point into shared memory; `copy` their values there, or take what lies there."""
+        own: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+        with torch.no_grad():
+            for tensor, shared in zip(own, tensors_at(self._model_memory, slots_for(own)), strict=True):
+                if copy:
+                    shared.copy_(tensor)
+                tensor.data = shared
+
+    def _leave(self) -> Stage:
+        """Make sure that all there is lies in shared memory, and say how far the training has come."""
+        _, optimizer = self.training.tensors(_nothing)
+        try:
+            self._publish(optimizer)
+        except NotSharedError as error:
+            return Stage(progress=self.training.progress, stuck=str(error))
+        return Stage(progress=self.training.progress, optimizer=self._layout)
+
+    def _publish(self, optimizer: torch.optim.Optimizer) -> None:
+        order = _parameters(optimizer)
+        tensors: dict[tuple[int, str], torch.Tensor] = {}
+        values: list[tuple[int, str, Simple]] = []
+        if len(optimizer.state) > sum(parameter in optimizer.state for parameter in order):
+            raise NotSharedError("its optimiser keeps state that belongs to no parameter")
+        for index, parameter in enumerate(order):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                    tensors[index, str(name)] = value
+                elif isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value)):
+                    values.append((index, str(name), value))
+                else:
+                    raise NotSharedError(f"its optimiser keeps a {type(value).__name__} named {name!r}")
+        if not _fit(tensors, self._shared):
+            self._lay_out(tensors)
+        for key, tensor in tensors.items():
+            shared = self._shared[key]
+            if tensor.data_ptr() != shared.data_ptr():
+                shared.copy_(tensor)
+                optimizer.state[order[key[0]]][key[1]] = shared
+        self._layout = OptimizerLayout(
+            parameters=self._layout.parameters,
+            names=self._layout.names,
+            slots=self._layout.slots,
+            values=tuple(values),
+            groups=tuple(_settings(group) for group in optimizer.param_groups),
+        )
+
+    def _lay_out(self, tensors: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        """New places, behind all old ones: others may still look there."""
+        slots = slots_for(list(tensors.values()), start=os.fstat(self._optimizer_memory).st_size)
+        self._layout = OptimizerLayout(
+            parameters=tuple(index for index, _ in tensors), names=tuple(name for _, name in tensors), slots=slots
+        )
+        self._shared = dict(zip(tensors, tensors_at(self._optimizer_memory, slots), strict=True))
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, layout: OptimizerLayout) -> None:
+        order = _parameters(optimizer)
+        if layout.slots != self._layout.slots or layout.names != self._layout.names:
+            keys = zip(layout.parameters, layout.names, strict=True)
+            self._shared = dict(zip(keys, tensors_at(self._optimizer_memory, layout.slots), strict=True))
+            optimizer.state.clear()
+            for (index, name), tensor in self._shared.items():
+                optimizer.state[order[index]][name] = tensor
+        self._layout = layout
+        for index, name, value in layout.values:
+            optimizer.state[order[index]][name] = value
+        for group, settings in zip(optimizer.param_groups, layout.groups, strict=True):
+            for key, value in settings.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _fit(tensors: Mapping[Any, torch.Tensor], shared: Mapping[Any, torch.Tensor]) -> bool:
+    return tensors.keys() == shared.keys() and all(
+        tensor.shape == shared[key].shape and tensor.dtype == shared[key].dtype for key, tensor in tensors.items()
+    )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a parameter group is plain numbers and words. Raises NotSharedError on tensors."""
+    settings: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, torch.Tensor):
+            raise NotSharedError(f"its optimiser keeps its setting {key!r} in a tensor")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NotSharedError(f"its optimiser has the setting {key} = {value}")
+        if isinstance(value, bool | int | float | str | None):
+            settings[key] = value
+        elif isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
+            settings[key] = list(value)
+    return settings
+
+
+_nothing: Callable[[nn.Module], None] = lambda model: None  # noqa: E731
