@@ -64,8 +64,11 @@ def _settings(context: Context) -> Settings:
         for fault in error.faults:
             log.error("%s", fault)
         out_dir: Any = context.run_config.get("out-dir", "")
-        folder = run_folder(out_dir if isinstance(out_dir, str) and out_dir.startswith("/") else "", context.run_id)
-        write_json(folder / "summary.json", {"status": FAILED, "cause": str(error), "rounds": []})
+        try:
+            folder = run_folder(out_dir if isinstance(out_dir, str) and out_dir.startswith("/") else "", context.run_id)
+            write_json(folder / "summary.json", {"status": FAILED, "cause": str(error), "rounds": []})
+        except (OutputError, ValueError) as second:  # ValueError: out-dir itself may be what is faulty
+            log.error("no summary: %s", second)
         raise
 
 

@@ -27,7 +27,7 @@ from simulations.flower_home import FlowerError, FlowerHome, one_line
 from simulations.outcome import LOG_NAME, RunOutcome, leave_summary, outcome_of, remove_if_only_a_log
 from simulations.process_tree import adopt_orphans
 from simulations.progress import Follower, JsonLines, Progress, Quiet, Spoken
-from simulations.run_config import absolute_paths, defaults, parse_overrides, to_toml
+from simulations.run_config import absolute_path, absolute_paths, defaults, parse_overrides, to_toml
 from simulations.signals import Interrupted, signals_ignored, signals_raise
 
 APP = Path(__file__).resolve().parent.parent
@@ -100,7 +100,10 @@ def build_request(arguments: argparse.Namespace) -> RunRequest:
     Raises:
         SettingsError, FleetError: with all faults found.
     """
-    app = Path(arguments.app).resolve()
+    try:
+        app = Path(absolute_path(arguments.app, Path.cwd()))
+    except ValueError as error:
+        raise SettingsError([f"--app: {error}"]) from None
     overrides = parse_overrides(arguments.run_config)
     if arguments.fleet is not None:
         overrides["fleet.name"] = arguments.fleet

@@ -12,7 +12,7 @@ from gpu_runtime.contracts import MEASURED, Report
 from server_app import app, history
 from server_app.checkpoint import OutputError
 from server_app.history import RunHistory, run_folder
-from server_app.settings import Settings
+from server_app.settings import Settings, SettingsError
 
 REPORT = Report(client="a", server_round=1, seconds=1.0, clock=MEASURED, tasks=())
 
@@ -58,3 +58,10 @@ def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(
         app.main(None, context)  # type: ignore[call-arg, arg-type]
     assert history.run_folder(str(tmp_path), 7) == folder
     assert not (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize("out_dir", ["/nowhere/a\0b", "/dev/null/x"])
+def test_faulty_settings_are_the_cause_also_where_no_summary_can_be_left(out_dir: str) -> None:
+    context: Any = SimpleNamespace(run_id=7, run_config={"out-dir": out_dir, "rounds": 0})
+    with pytest.raises(SettingsError, match="rounds must be"):
+        app.main(None, context)  # type: ignore[call-arg, arg-type]

@@ -84,6 +84,26 @@ def test_a_fleet_that_cannot_work_is_refused(argv: list[str], fault: str, tmp_pa
         request_for(*(part.replace("{lacking}", str(lacking)) for part in argv))
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--out-dir", "a\0b"],
+        ["--out-dir", "x" * 300],
+        ["--run-config", 'out-dir="a\\u0000b"'],
+        ["--run-config", 'fleet.name="a\\u0000b"'],
+        ["--run-config", 'fleet.name="' + "x" * 300 + '"'],
+        ["--run-config", 'fleet.name="~nobody-of-that-name/a.toml"'],
+        ["--run-config", 'tasks="a\\u0000b"'],
+        ["--app", "a\0b"],
+        ["--app", "x" * 300],
+    ],
+)
+def test_paths_that_cannot_be_exit_with_2_and_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(argv) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line
+
+
 def test_bad_config_exits_with_2_and_one_line_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--run-config", "rounds=-1 sede=1"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
