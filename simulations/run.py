@@ -233,11 +233,12 @@ def _follow(
             cause = f"Flower has not ended it {SUMMARY_GRACE_S:g} s after its summary; does a client never return?"
         if cause is None:
             time.sleep(LOOK_S)
+    was_over = summary.exists()
     if home.is_alive():
         with contextlib.suppress(FlowerError, OSError):
             home.stop(run_id)
     _pass_on(*files, progress)
-    if not summary.exists():
+    if not was_over:
         return cause
     progress.event({"event": "note", "text": f"the run has ended and was stopped: {cause}"})
     return None

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,6 +402,19 @@ def script(tmp_path: Path, body: str) -> FlowerHome:
 @pytest.fixture
 def commands_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flower_home, "COMMANDS_SCRIPT", tmp_path / "flower_commands.py")
+
+
+def test_vital_processes_are_missed_once_they_were_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def process(*command: str) -> Any:
+        return SimpleNamespace(cmdline=lambda: list(command))
+
+    server = process("/x/python3", "/x/bin/flwr-simulation", "--token", "raylet")
+    raylet = process("/x/ray/raylet", "--raylet_socket_name=/tmp/raylet")
+    ended = process()
+    with FlowerHome(tmp_path / "log") as home:
+        looks = iter([[ended], [server, ended], [server, raylet], [server], [raylet, server]])
+        monkeypatch.setattr(home.tree, "find", lambda: next(looks, []))
+        assert [home.dead() for _ in range(6)] == [[], [], [], ["raylet"], [], ["flwr-simulation", "raylet"]]
 
 
 @pytest.mark.usefixtures("commands_from")
