@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_runtime.contracts import DataSpec, HeldTask, Profile
+from gpu_runtime.signals import termination_interrupts
 from gpu_runtime.work import one_line
 
 
@@ -29,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        with termination_interrupts():
+            return command(options)
+    except KeyboardInterrupt as interruption:
+        print(f"interrupted by {interruption}" if str(interruption) else "interrupted", file=sys.stderr)
         return 130
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

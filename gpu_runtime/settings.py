@@ -134,4 +134,7 @@ def _checked(key: str, value: Any, kind: Any, metadata: Mapping[str, Any], fault
         expected = describe_range(metadata) if choices else f" {_KINDS[kind]}{describe_range(metadata)}"
         faults.append(f"{key} must be{expected}, not {value!r}{nearest(str(value), choices) if choices else ''}")
         return None
+    if isinstance(value, str) and "\0" in value:  # no name, path or option has one, and what takes them crashes
+        faults.append(f"{key} must be a string without NUL characters, not {value!r}")
+        return None
     return value

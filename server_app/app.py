@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from server_app import run_loop
-from server_app.checkpoint import write_json
+from server_app.checkpoint import OutputError, write_json
 from server_app.evaluation import Evaluator
 from server_app.history import FAILED, RunHistory, run_folder
 from server_app.settings import Settings, SettingsError
@@ -35,7 +35,10 @@ def main(grid: Grid, context: Context) -> None:
     except BaseException as error:
         cause = " ".join(str(error).split()) or type(error).__name__
         log.error("run failed: %s", cause)
-        history.finish(cause)
+        try:
+            history.finish(cause)
+        except OutputError as second:  # must not hide why the run failed
+            log.error("%s", second)
         raise
     history.finish()
     log.info("outputs in %s", history.folder)
@@ -61,8 +64,11 @@ def _settings(context: Context) -> Settings:
         for fault in error.faults:
             log.error("%s", fault)
         out_dir: Any = context.run_config.get("out-dir", "")
-        folder = run_folder(out_dir if isinstance(out_dir, str) and out_dir.startswith("/") else "", context.run_id)
-        write_json(folder / "summary.json", {"status": FAILED, "cause": str(error), "rounds": []})
+        try:
+            folder = run_folder(out_dir if isinstance(out_dir, str) and out_dir.startswith("/") else "", context.run_id)
+            write_json(folder / "summary.json", {"status": FAILED, "cause": str(error), "rounds": []})
+        except (OutputError, ValueError) as second:  # ValueError: out-dir itself may be what is faulty
+            log.error("no summary: %s", second)
         raise
 
 

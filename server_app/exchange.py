@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from strategies.error_reply import WORKER_DIED, worker_died
+
 POLL_S = 0.1
 SETTLE_S = 1.0
 
 
 class NoClientsError(RuntimeError):
     """Fewer clients joined than the run needs."""
+
+
+class WorkersDiedError(RuntimeError):
+    """The processes that simulate clients have died: no later message would be answered either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,10 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout_s: float) -> Excha
     """Push the messages and pull replies until all are in or `timeout_s` seconds have passed.
 
     Flower makes up the sender of some error replies (node 1): they are given the id of the node that was asked.
+
+    Raises:
+        WorkersDiedError: simulated clients were asked, none could answer, and some because their process has died.
+            Not for evaluation, which a run can do without.
     """
     start = time.monotonic()
     waiting = dict(zip(grid.push_messages(messages), messages, strict=True)) if messages else {}
@@ -74,6 +84,10 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout_s: float) -> Excha
         if not waiting or time.monotonic() - start >= timeout_s:
             break
         time.sleep(POLL_S)
+    if not waiting and _workers_died(replies) and not messages[0].metadata.message_type.startswith("evaluate"):
+        raise WorkersDiedError(
+            f"{WORKER_DIED}; with less memory in use the run may come through: fewer tasks at a time"
+        )
     return Exchange(
         replies=tuple(replies),
         missing=tuple(sent.metadata.dst_node_id for sent in waiting.values()),
@@ -81,6 +95,10 @@ def exchange(grid: Grid, messages: Sequence[Message], timeout_s: float) -> Excha
         bytes_down=_num_bytes(messages),
         bytes_up=_num_bytes(reply for reply in replies if reply.has_content()),
     )
+
+
+def _workers_died(replies: Sequence[Message]) -> bool:
+    return any(map(worker_died, replies)) and all(reply.has_error() for reply in replies)
 
 
 def _num_bytes(messages: Iterable[Message]) -> int:

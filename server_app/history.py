@@ -15,7 +15,7 @@ from typing import Any
 
 from gpu_runtime.contracts import Report
 from gpu_runtime.trace import chrome_trace
-from server_app.checkpoint import write_json
+from server_app.checkpoint import OutputError, append_line, write_json, writing
 from server_app.evaluation import TaskScore
 from server_app.settings import Settings
 from strategies.base import RoundRecord
@@ -28,9 +28,14 @@ DEFAULT_FOLDER = "paceline-runs"
 
 
 def run_folder(out_dir: str, run_id: int) -> Path:
-    """`<out-dir>/<run-id>`, made if missing. An empty `out_dir` means `paceline-runs` in the home folder."""
+    """`<out-dir>/<run-id>`, made if missing. An empty `out_dir` means `paceline-runs` in the home folder.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
     folder = (Path(out_dir) if out_dir else Path.home() / DEFAULT_FOLDER) / str(run_id)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -107,9 +112,19 @@ class RunHistory:
         )
 
     def finish(self, cause: str | None = None) -> None:
-        """Write trace.json and then summary.json; `cause` says in one line why a failed run failed."""
+        """Write trace.json and then summary.json; `cause` says in one line why a failed run failed.
+
+        A trace that cannot be written is a note in the summary.
+
+        Raises:
+            OutputError: the summary cannot be written.
+        """
         if self._settings.run.trace and self._reports:
-            write_json(self.folder / "trace.json", chrome_trace(self._reports))
+            try:
+                write_json(self.folder / "trace.json", chrome_trace(self._reports))
+            except OutputError as error:
+                log.error("%s", error)
+                self.notes.append(str(error))
         write_json(self.folder / "summary.json", self._summary(cause))
 
     def _summary(self, cause: str | None) -> dict[str, Any]:
@@ -144,5 +159,4 @@ class RunHistory:
         }
 
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(value, allow_nan=False) + "\n")
+        append_line(self.folder / name, json.dumps(value, allow_nan=False))

@@ -17,6 +17,7 @@ from server_app.exchange import Exchange, NoClientsError, exchange, wait_for_nod
 from server_app.history import RunHistory
 from server_app.settings import Settings
 from strategies.base import MultiTaskStrategy
+from strategies.error_reply import error_line
 
 log = logging.getLogger("flwr.paceline")
 
@@ -126,12 +127,6 @@ def _client_evaluation(
     _count(history, answers)
     metrics = strategy.aggregate_evaluate(server_round, answers.replies)
     return {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
-
-
-def error_line(reply: Message) -> str:
-    """The last line of an error reply's reason: simulation puts a whole coloured traceback there."""
-    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
-    return lines[-1] if lines else f"error code {reply.error.code}"
 
 
 def to_numpy(arrays: ArrayRecord) -> dict[str, np.ndarray]:

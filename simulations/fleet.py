@@ -152,10 +152,10 @@ def load_fleet(name_or_path: str) -> Fleet:
         FleetError: no such fleet, or a file with faults, all of them reported.
     """
     is_path = name_or_path.endswith(".toml") or "/" in name_or_path
-    path = Path(name_or_path).expanduser() if is_path else FLEETS_DIR / f"{name_or_path}.toml"
     try:
+        path = Path(name_or_path).expanduser() if is_path else FLEETS_DIR / f"{name_or_path}.toml"
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         if is_path:
             raise FleetError([f"fleet file {name_or_path!r} cannot be read: {_reason(error)}"]) from None
         known = fleet_names()
@@ -252,4 +252,6 @@ def _unknown_skips(fleet: Fleet, task_refs: Sequence[str]) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -21,6 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from server_app.checkpoint import writing
 from simulations.process_tree import ProcessTree, end_with_parent, marker_of
 
 # Ray's sockets lie up to 68 characters below the private directory, whose own name has 18, and a socket's path has at
@@ -28,9 +31,14 @@ from simulations.process_tree import ProcessTree, end_with_parent, marker_of
 LONGEST_BASE = 20
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 60.0
+STATUS_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3
+COMMANDS_SCRIPT = Path(__file__).parent / "flower_commands.py"
+COMMANDS_ENDED = "the process that runs flwr commands has ended"
 CONNECTION = "run"
+# Programs that a run cannot go on without: the server with Flower's side of the simulation, and Ray's.
+VITAL = ("flwr-simulation", "raylet")
 
 
 class FlowerError(RuntimeError):
@@ -53,6 +61,7 @@ class FlowerHome:
         self._commands: subprocess.Popen[bytes] | None = None
         self._num_commands = 0
         self._unread = b""
+        self._vital_seen: set[str] = set()
 
     def __enter__(self) -> FlowerHome:
         return self
@@ -64,30 +73,30 @@ class FlowerHome:
         """Start the SuperLink and wait until it answers.
 
         Raises:
-            FlowerError: it ends at once, or does not answer in time.
+            FlowerError: it cannot be started, ends at once, or does not answer in time.
+            OutputError: no room for its files.
         """
-        for folder in ("flwr", "tmp", "cwd", "home"):
-            (self.root / folder).mkdir(exist_ok=True)
-        # Loads while the SuperLink starts.
-        self._commands = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).parent / "flower_commands.py"), str(self.root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
-            cwd=self.root / "cwd",
-            start_new_session=True,
-        )
-        self.tree.roots.add(self._commands.pid)
-        for attempt in range(1, PORT_ATTEMPTS + 1):
-            port = _free_port()
-            if self._start_superlink(port):
-                break
-            if attempt == PORT_ATTEMPTS:
-                raise FlowerError(f"flower-superlink ended at once; its log: {self.log_file}")
+        with writing(self.root):
+            for folder in ("flwr", "tmp", "cwd", "home"):
+                (self.root / folder).mkdir(exist_ok=True)
+        try:
+            # Loads while the SuperLink starts.
+            self._start_commands()
+            port = self._start_superlink_somewhere()
+        except OSError as error:
+            raise FlowerError(f"cannot start Flower's processes: {error.strerror}") from None
         config = f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\n'
         config += f'address = "127.0.0.1:{port}"\ninsecure = true\n'
-        (self.root / "flwr" / "config.toml").write_text(config)
+        with writing(self.root / "flwr" / "config.toml"):
+            (self.root / "flwr" / "config.toml").write_text(config)
+
+    def _start_superlink_somewhere(self) -> int:
+        """The port that it took."""
+        for _ in range(PORT_ATTEMPTS):
+            port = _free_port()
+            if self._start_superlink(port):
+                return port
+        raise FlowerError(f"flower-superlink ended at once; its log: {self.log_file}")
 
     def submit(self, app: Path, run_config: Path, federation: Mapping[str, int | float]) -> str:
         """Hand the app over with the TOML file `run_config`; returns the run id.
@@ -109,7 +118,7 @@ class FlowerHome:
         Raises:
             FlowerError: the SuperLink does not answer.
         """
-        answer = self.flwr(["ls", CONNECTION, "--run-id", run_id, "--format", "json"])
+        answer = self.flwr(["ls", CONNECTION, "--run-id", run_id, "--format", "json"], timeout_s=STATUS_TIMEOUT_S)
         try:
             run = answer["runs"][0]
             return str(run["status"]), str(run.get("status-details") or "")
@@ -120,16 +129,25 @@ class FlowerHome:
         """Ask Flower to stop the run."""
         self.flwr(["stop", run_id, CONNECTION, "--format", "json"], timeout_s=STOP_TIMEOUT_S)
 
+    def dead(self) -> list[str]:
+        """Those of the programs a run cannot go on without that have been there and are no longer."""
+        found = {name for process in self.tree.find() for name in VITAL if _runs(process, name)}
+        self._vital_seen |= found
+        return [name for name in VITAL if name in self._vital_seen - found]
+
     def flwr(self, argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
         """Run a `flwr` command with JSON output.
 
         Raises:
             FlowerError: it says nothing that is JSON.
         """
-        commands = self._commands
-        if commands is None or commands.stdin is None:
+        if self._commands is None:
             raise FlowerError("Flower has not been started")
         self.tree.find()
+        if self._commands.poll() is not None:  # killed by somebody; the run need not end with it
+            self._start_commands()
+        commands = self._commands
+        assert commands.stdin is not None
         self._num_commands += 1
         files = {name: self.root / f"{self._num_commands}.{name}" for name in ("stdout", "stderr")}
         request = {
@@ -140,8 +158,11 @@ class FlowerHome:
         try:
             commands.stdin.write(json.dumps(request).encode() + b"\n")
             commands.stdin.flush()
-            self._wait_answer(self._num_commands, f"flwr {argv[0]}", timeout_s)
-            texts = {name: file.read_text(errors="replace") for name, file in files.items()}
+            exit_code = self._wait_answer(self._num_commands, f"flwr {argv[0]}", timeout_s)
+            # A command that was killed may not have come as far as to open them.
+            texts = {name: file.read_text(errors="replace") if file.exists() else "" for name, file in files.items()}
+        except BrokenPipeError:
+            raise FlowerError(COMMANDS_ENDED) from None
         except OSError as error:
             raise FlowerError(f"flwr {argv[0]}: {error}") from None
         finally:
@@ -150,25 +171,27 @@ class FlowerHome:
         try:
             answer = json.loads(texts["stdout"])
         except json.JSONDecodeError:
-            raise FlowerError(f"flwr {argv[0]}: {one_line(texts['stderr'] or texts['stdout'])}") from None
+            said = one_line(texts["stderr"] or texts["stdout"]) or f"ended with exit code {exit_code} and said nothing"
+            raise FlowerError(f"flwr {argv[0]}: {said}") from None
         return answer if isinstance(answer, dict) else {"answer": answer}
 
-    def _wait_answer(self, number: int, what: str, timeout_s: float) -> None:
-        """Wait for the answer to command `number`; earlier ones, not waited for to the end, are passed over."""
+    def _wait_answer(self, number: int, what: str, timeout_s: float) -> int:
+        """The exit code of command `number`; earlier ones, not waited for to the end, are passed over."""
         assert self._commands is not None
         assert self._commands.stdout is not None
         answers = self._commands.stdout.fileno()
         deadline = time.monotonic() + timeout_s
         while True:
             *lines, self._unread = self._unread.split(b"\n")
-            if any(int(line.split()[0]) == number for line in lines):
-                return
+            for answered, exit_code in (line.split() for line in lines):
+                if int(answered) == number:
+                    return int(exit_code)
             ready, _, _ = select.select([answers], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise FlowerError(f"{what} did not end within {timeout_s:g} s")
             found = os.read(answers, 4096)
             if not found:
-                raise FlowerError("the process that runs flwr commands has ended")
+                raise FlowerError(COMMANDS_ENDED)
             self._unread += found
 
     def is_alive(self) -> bool:
@@ -189,6 +212,24 @@ class FlowerHome:
         if self._commands is not None and self._commands.stdout is not None:
             self._commands.stdout.close()
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _start_commands(self) -> None:
+        """Start the process that runs `flwr` commands, in the place of one that has ended."""
+        for pipe in (self._commands.stdin, self._commands.stdout) if self._commands else ():
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._unread = b""
+        self._commands = subprocess.Popen(
+            [sys.executable, "-P", str(COMMANDS_SCRIPT), str(self.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+            cwd=self.root / "cwd",
+            start_new_session=True,
+        )
+        self.tree.roots.add(self._commands.pid)
 
     def _start_superlink(self, port: int) -> bool:
         """Start a SuperLink on `port`; False if it ends before it answers."""
@@ -274,6 +315,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _runs(process: psutil.Process, program: str) -> bool:
+    """Whether a process runs `program`, be it a script of an interpreter."""
+    try:
+        return any(os.path.basename(word) == program for word in process.cmdline()[:3])
+    except psutil.Error:
+        return False
 
 
 def _answers(port: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server_app.checkpoint import OutputError, write_json
 from simulations.flower_home import one_line, strip_colours
+from simulations.progress import Follower
 
+LOG_NAME = "superlink.log"
 _ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
 
 
@@ -38,6 +42,26 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def leave_summary(folder: Path, cause: str) -> None:
+    """Say in summary.json why a run failed whose server could not: it was stopped or died, or the disk was full."""
+    path = folder / "summary.json"
+    if not path.exists():
+        rounds = list(Follower(folder / "history.jsonl").read())
+        with contextlib.suppress(OutputError, ValueError):
+            write_json(path, {"status": "failed", "cause": cause, "rounds": rounds})
+
+
+def remove_if_only_a_log(folder: Path) -> Path | None:
+    """Remove the folder of a run that has written nothing but Flower's log; the folder if it stays."""
+    if [path.name for path in folder.iterdir()] != [LOG_NAME]:
+        return folder
+    with contextlib.suppress(OSError):
+        (folder / LOG_NAME).unlink()
+        folder.rmdir()
+        return None
+    return folder
 
 
 def find_cause(summary: Mapping[str, Any], details: str | None, log_file: Path) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +20,14 @@ from pathlib import Path
 from rich.console import Console
 
 from gpu_runtime.settings import Scalar, SettingsError
+from server_app.checkpoint import OutputError, writing
 from server_app.settings import Settings
 from simulations.fleet import FleetError, load_fleet
 from simulations.flower_home import FlowerError, FlowerHome, one_line
-from simulations.outcome import RunOutcome, outcome_of
+from simulations.outcome import LOG_NAME, RunOutcome, leave_summary, outcome_of, remove_if_only_a_log
 from simulations.process_tree import adopt_orphans
 from simulations.progress import Follower, JsonLines, Progress, Quiet, Spoken
-from simulations.run_config import absolute_paths, defaults, parse_overrides, to_toml
+from simulations.run_config import absolute_path, absolute_paths, defaults, parse_overrides, to_toml
 from simulations.signals import Interrupted, signals_ignored, signals_raise
 
 APP = Path(__file__).resolve().parent.parent
@@ -34,6 +37,10 @@ ASK_S = 3.0
 ASK_SOON_S = 0.25
 STOP_S = 5.0
 MAX_UNANSWERED = 5
+# How long Flower may take to say that a run is over whose summary is there: a client may never return.
+SUMMARY_GRACE_S = 15.0
+# How long Flower may take to say so when a process that the run needs has died; alone it notices after a minute.
+DEATH_GRACE_S = 10.0
 INTERRUPTED = 130
 NUM_SUPERNODES_WITHOUT_FLEET = 4
 
@@ -81,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.failed(outcome.cause or "unknown", outcome.folder)
         return 1
     except Interrupted as interruption:
-        progress.failed(f"interrupted by {interruption}", None)
+        progress.failed(f"interrupted by {interruption}", interruption.folder)
         return INTERRUPTED
     finally:
         progress.close()
@@ -93,7 +100,10 @@ def build_request(arguments: argparse.Namespace) -> RunRequest:
     Raises:
         SettingsError, FleetError: with all faults found.
     """
-    app = Path(arguments.app).resolve()
+    try:
+        app = Path(absolute_path(arguments.app, Path.cwd()))
+    except ValueError as error:
+        raise SettingsError([f"--app: {error}"]) from None
     overrides = parse_overrides(arguments.run_config)
     if arguments.fleet is not None:
         overrides["fleet.name"] = arguments.fleet
@@ -123,76 +133,120 @@ def build_request(arguments: argparse.Namespace) -> RunRequest:
 
 
 def run(request: RunRequest, progress: Progress) -> RunOutcome:
-    """Make the run and wait for its end. Everything it started is gone when this returns or raises."""
+    """Make the run and wait for its end. Everything it started is gone when this returns or raises.
+
+    Raises:
+        Interrupted: with the folder of what the run has written so far, if anything.
+    """
     deadline = time.monotonic() + request.timeout_s
+    log_file = request.out_dir / f"superlink-{os.getpid()}.log"
     try:
-        request.out_dir.mkdir(parents=True, exist_ok=True)
-        log_file = request.out_dir / f"superlink-{os.getpid()}.log"
-        log_file.touch()
-        private = FlowerHome(log_file)
-    except OSError as error:
-        return RunOutcome(cause=f"cannot write to {error.filename}: {error.strerror}", folder=None, summary={})
-    with _uninterrupted_exit(private) as home:
-        try:
-            progress.stage("starting Flower")
-            home.start()
-            config_file = home.root / "run-config.toml"
-            config_file.write_text(to_toml(request.run_config), encoding="utf-8")
-            run_id = home.submit(request.app, config_file, request.federation())
-        except FlowerError as error:
-            if home.is_alive():
-                log_file.unlink(missing_ok=True)
-            return RunOutcome(cause=str(error), folder=None, summary={})
-        except Interrupted:
-            log_file.unlink(missing_ok=True)
-            raise
-        folder = request.out_dir / run_id
-        folder.mkdir(exist_ok=True)
-        log_file = log_file.rename(folder / "superlink.log")
-        progress.stage("starting server and clients")
-        try:
-            cause = _follow(home, run_id, folder, progress, deadline, request.timeout_s)
-        except Interrupted:
-            with contextlib.suppress(FlowerError, OSError), signals_ignored():
-                home.stop(run_id)
-                _wait_finished(home, run_id, STOP_S)
-            raise
-        progress.stage("ending Flower's processes")
-        return outcome_of(cause, folder, log_file)
+        with writing(request.out_dir):
+            request.out_dir.mkdir(parents=True, exist_ok=True)
+        with writing(log_file):
+            log_file.touch()
+        with writing(Path(tempfile.gettempdir())):
+            private = FlowerHome(log_file)
+    except OutputError as error:
+        _remove(log_file)
+        return RunOutcome(cause=str(error), folder=None, summary={})
+    folder: Path | None = None
+    try:
+        with _uninterrupted_exit(private) as home:
+            try:
+                progress.stage("starting Flower")
+                home.start()
+                config_file = home.root / "run-config.toml"
+                with writing(config_file):
+                    config_file.write_text(to_toml(request.run_config), encoding="utf-8")
+                run_id = home.submit(request.app, config_file, request.federation())
+                with writing(request.out_dir / run_id):
+                    (request.out_dir / run_id).mkdir(exist_ok=True)
+                    log_file = log_file.rename(request.out_dir / run_id / LOG_NAME)
+            except (FlowerError, OutputError) as error:
+                if home.is_alive():
+                    _remove(log_file)
+                return RunOutcome(cause=str(error), folder=None, summary={})
+            folder = request.out_dir / run_id
+            progress.stage("starting server and clients")
+            try:
+                cause = _follow(home, run_id, folder, progress, deadline, request.timeout_s)
+            except Interrupted:
+                with contextlib.suppress(FlowerError, OSError), signals_ignored():
+                    home.stop(run_id)
+                    _wait_finished(home, run_id, STOP_S)
+                raise
+            progress.stage("ending Flower's processes")
+            outcome = outcome_of(cause, folder, log_file)
+    except Interrupted as interruption:
+        with signals_ignored():
+            if folder is None:
+                _remove(log_file)
+            else:
+                interruption.folder = remove_if_only_a_log(folder)
+        raise
+    if outcome.cause is not None:
+        leave_summary(folder, outcome.cause)
+    return outcome
 
 
 def _follow(
     home: FlowerHome, run_id: str, folder: Path, progress: Progress, deadline: float, timeout_s: float
 ) -> str | None:
-    """Pass on what the run writes until Flower says it is over; the cause if it did not complete."""
+    """Pass on what the run writes until it is over; the cause if Flower, or what became of Flower, gives one.
+
+    The run's summary is written last: once it is there, it counts, whatever then becomes of Flower.
+    """
     files = (Follower(folder / "events.jsonl"), Follower(folder / "history.jsonl"))
     summary = folder / "summary.json"
     asked_at = time.monotonic()
+    written_at = died_at = math.inf
     num_unanswered = 0
-    while True:
+    cause = None
+    while cause is None:
         _pass_on(*files, progress)
         now = time.monotonic()
+        if summary.exists():
+            written_at = min(written_at, now)
         if not home.is_alive():
-            return "the SuperLink ended before the run"
-        if now >= asked_at + (ASK_SOON_S if summary.exists() else ASK_S):
+            cause = "the SuperLink ended before the run"
+        elif now >= asked_at + (ASK_S if written_at == math.inf else ASK_SOON_S):
             asked_at = now
             try:
                 status, details = home.status(run_id)
+                num_unanswered = 0
             except FlowerError as error:
                 num_unanswered += 1
                 if num_unanswered == MAX_UNANSWERED:
-                    return str(error)
+                    cause = str(error)
                 status = details = ""
-            else:
-                num_unanswered = 0
             if status.startswith("finished"):
                 _pass_on(*files, progress)
                 return None if status == "finished:completed" else one_line(details) or f"Flower says {status}"
+            dead = home.dead()
+            died_at = min(died_at, now) if dead else math.inf
+            if now >= died_at + DEATH_GRACE_S:
+                cause = f"a process of the simulation has died (killed, or out of memory?): {' and '.join(dead)}"
         if now >= deadline:
-            with contextlib.suppress(FlowerError):
-                home.stop(run_id)
-            return f"not finished after {timeout_s:g} s (--timeout-s)"
-        time.sleep(LOOK_S)
+            cause = f"not finished after {timeout_s:g} s (--timeout-s)"
+        if now >= written_at + SUMMARY_GRACE_S:
+            cause = f"Flower has not ended it {SUMMARY_GRACE_S:g} s after its summary; does a client never return?"
+        if cause is None:
+            time.sleep(LOOK_S)
+    was_over = summary.exists()
+    if home.is_alive():
+        with contextlib.suppress(FlowerError, OSError):
+            home.stop(run_id)
+    _pass_on(*files, progress)
+    if not was_over:
+        return cause
+    progress.event({"event": "note", "text": f"the run has ended and was stopped: {cause}"})
+    return None
+
+
+def _remove(log_file: Path) -> None:
+    with contextlib.suppress(OSError):
+        log_file.unlink(missing_ok=True)
 
 
 def _pass_on(events: Follower, history: Follower, progress: Progress) -> None:

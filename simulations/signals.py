@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or a signal that asks this process to end."""
+    """Ctrl-C, or a signal that asks this process to end. `folder` is where outputs were left, once that is known."""
+
+    folder: Path | None = None
 
 
 @contextlib.contextmanager

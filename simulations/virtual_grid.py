@@ -116,7 +116,7 @@ class VirtualGrid(Grid):
         self._seed = seed
         self._clock = clock
         self._costs = costs or load_costs(fleet.costs)
-        self._roll = RollCall(grid, identity_timeout_s)
+        self._roll = RollCall(grid, identity_timeout_s, self._note)
         self._hold_s = HOLD_FRACTION * hold_s
         self.notes: list[str] = []
         self._clients: tuple[FleetClient, ...] = ()
@@ -284,9 +284,15 @@ class VirtualGrid(Grid):
                 f"no recorded cost of task {task!r}: measured ones are used, so virtual seconds differ from run to "
                 f"run; record it in simulations/costs with: python -m simulations.record_costs --tasks {ref}"
             )
-            if text not in self.notes:
-                self.notes.append(text)
+            if self._note(text):
                 log.warning("%s", text)
+
+    def _note(self, text: str) -> bool:
+        """Add to the notes what is not there yet; whether it was new."""
+        new = text not in self.notes
+        if new:
+            self.notes.append(text)
+        return new
 
     def _rewrite(self, reply: Message, name: str, kind: type[T], change: Callable[[T], T]) -> T | None:
         """Replace a JSON value of the reply. One that cannot be read stays, for the strategy to refuse."""

@@ -21,6 +21,7 @@ from gpu_runtime.contracts import (
     array_key,
     from_json,
 )
+from strategies.error_reply import error_line
 from strategies.records import LOST, PARTIAL, REFUSED, ClientRecord, ClientTaskRecord
 
 NDArray = npt.NDArray[np.generic]
@@ -156,8 +157,7 @@ def _task_record(plan: TaskPlan, entry: TaskReport | None, outcome: str, error: 
 
 def _report(reply: Message, plan: Plan, clock: str | None) -> Report:
     if reply.has_error():
-        lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
-        raise _RefusedError(f"error reply: {lines[-1] if lines else f'code {reply.error.code}'}", FAILED)
+        raise _RefusedError(f"error reply: {error_line(reply)}", FAILED)
     record = reply.content.get("report")
     text = record.get("json") if isinstance(record, ConfigRecord) else None
     if not isinstance(text, str):

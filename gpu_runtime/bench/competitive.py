@@ -9,7 +9,6 @@ import contextlib
 import os
 import platform
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from gpu_runtime.bench.prediction import predictions
 from gpu_runtime.bench.processes import ProcessPerTask
 from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS, headline_of, row_of, targets_of
 from gpu_runtime.bench.rounds import OVERHEAD_S, Gate, Rounds
+from gpu_runtime.bench.scratch import scratch_folder
 from gpu_runtime.bench.variants import Sequential, Threads, Variant, one_each, packed_on
 from gpu_runtime.device import CPU, CUDA, Device, read_nvml
 from gpu_runtime.lanes import BACKENDS, choose
@@ -220,8 +220,8 @@ def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[st
 def fresh_profiles() -> Iterator[None]:
     """Profiles are measured now: the runtime's cache on disk is an empty folder in the block."""
     before = os.environ.get("PACELINE_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        os.environ["PACELINE_CACHE_DIR"] = folder
+    with scratch_folder() as folder:
+        os.environ["PACELINE_CACHE_DIR"] = str(folder)
         try:
             yield
         finally:

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpu_runtime.signals import termination_interrupts
+
 BENCHMARKS = {"competitive": "simulations.bench.competitive"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Exit code: 0 done, 1 it failed, 2 bad arguments."""
+    """Run one benchmark. Exit code: 0 done, 1 it failed, 2 bad arguments, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m simulations.bench", description="Run a benchmark.")
     names = parser.add_subparsers(required=True, metavar=" | ".join(BENCHMARKS), dest="name")
     for name, module in BENCHMARKS.items():
@@ -28,16 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     benchmark = importlib.import_module(BENCHMARKS[options.name])
     try:
-        result = benchmark.run(options, lambda text: print(text, file=sys.stderr))
+        with termination_interrupts():
+            result = benchmark.run(options, lambda text: print(text, file=sys.stderr))
+    except KeyboardInterrupt as interruption:
+        print(f"interrupted by {str(interruption) or 'SIGINT'}", file=sys.stderr)
+        return 130
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print(benchmark.table(result))
+    if options.json:
+        try:
+            options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"error: cannot write {options.json}: {error.strerror}", file=sys.stderr)
+            return 1
     return 0
 
 

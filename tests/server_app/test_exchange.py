@@ -1,10 +1,13 @@
 """Waiting for nodes and replies: every wait ends, and error replies carry the node that was asked."""
 
+from typing import Any
+
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
-from server_app.exchange import NoClientsError, exchange, wait_for_nodes
+from server_app.exchange import NoClientsError, WorkersDiedError, exchange, wait_for_nodes
+from strategies.error_reply import WORKER_DIED
 from tests.in_process_grid import InProcessGrid
 
 
@@ -51,3 +54,31 @@ def test_no_messages_no_wait() -> None:
 def test_too_few_nodes_is_an_error_with_a_remedy() -> None:
     with pytest.raises(NoClientsError, match=r"2 of at least 3 clients joined within 0\.2 s; start more SuperNodes"):
         wait_for_nodes(InProcessGrid(echo, 2), 3, timeout_s=0.2)
+
+
+def dead(message: Message, context: Context) -> Message:
+    reason = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly before finishing this task.'>"
+    return Message(Error(0, reason), reply_to=message)
+
+
+def broken(message: Message, context: Context) -> Message:
+    return Message(Error(2, "boom"), reply_to=message)
+
+
+def test_a_round_whose_workers_have_all_died_ends_the_run_with_that_cause() -> None:
+    grid = InProcessGrid([dead, dead, broken])
+    with pytest.raises(WorkersDiedError) as caught:
+        exchange(grid, messages_for(grid), timeout_s=60)
+    assert str(caught.value).startswith(WORKER_DIED)
+
+
+@pytest.mark.parametrize("nodes", [[dead, echo], [broken, broken]])
+def test_a_round_that_somebody_answers_or_nobody_died_in_goes_on(nodes: list[Any]) -> None:
+    grid = InProcessGrid(nodes)
+    assert len(exchange(grid, messages_for(grid), timeout_s=60).replies) == 2
+
+
+def test_evaluation_may_be_missed() -> None:
+    grid = InProcessGrid(dead, 2)
+    messages = [Message(RecordDict(), node, "evaluate") for node in grid.node_ids]
+    assert len(exchange(grid, messages, timeout_s=60).replies) == 2

@@ -1,12 +1,16 @@
 """The benchmarks' command line, with the benchmark itself replaced."""
 
 import json
+import os
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpu_runtime.bench import competitive as measuring
+from gpu_runtime.bench.scratch import scratch_folder
 from gpu_runtime.bench.variants import VariantError
 from simulations.bench import __main__ as bench
 from simulations.bench import competitive
@@ -72,3 +76,48 @@ def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(measuring, "run", failing)
     assert bench.main(["competitive", "--device", "cpu"]) == 1
     assert capsys.readouterr().err == "error: sequential: it broke\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_benchmark_that_is_ended_leaves_no_folder(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        with measuring.fresh_profiles():
+            (folder,) = tmp_path.iterdir()
+            assert Path(os.environ["PACELINE_CACHE_DIR"]).is_relative_to(folder)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(measuring, "run", ended)
+    assert bench.main(["competitive", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == f"interrupted by {number.name}\n"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_folders_of_killed_benchmarks_are_removed_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, foreign = tmp_path / "paceline-bench-killed", tmp_path / "paceline-bench-of-others"
+    for folder in (killed, foreign):
+        folder.mkdir()
+    (killed / "lock").touch()
+    with scratch_folder() as first, scratch_folder() as second:
+        assert {path.name for path in tmp_path.iterdir()} == {foreign.name, first.parent.name, second.parent.name}
+    assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_a_result_that_cannot_be_written_is_still_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "run", lambda *args, **kwargs: RESULT)
+    monkeypatch.setattr(competitive, "table", lambda result: "a table")
+    file = tmp_path / "missing" / "result.json"
+    assert bench.main(["competitive", "--device", "cpu", "--json", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "a table\n"
+    assert captured.err == f"error: cannot write {file}: No such file or directory\n"

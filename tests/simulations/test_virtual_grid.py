@@ -76,6 +76,8 @@ class FakeGrid(Grid):
         self.replies: list[Message] = []
         self.ids = itertools.count(1)
         self.gone: set[int] = set()
+        self.num_partitions = partitions
+        self.lies: dict[int, dict[str, int]] = {}
 
     @property
     def run(self) -> Any:
@@ -98,7 +100,10 @@ class FakeGrid(Grid):
             self.sent.append(message)
             partition = self.partition_of[message.metadata.dst_node_id]
             if message.metadata.message_type == "query.identity":
-                record = ConfigRecord({"partition-id": partition, "name": str(partition)})
+                record = ConfigRecord(
+                    {"partition-id": partition, "num-partitions": self.num_partitions, "name": str(partition)}
+                )
+                record.update(self.lies.get(partition, {}))
                 answer: RecordDict | Error | None = RecordDict({"identity": record})
             else:
                 answer = self.answer(partition, message)
@@ -234,6 +239,8 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     fake: FakeGrid = grid._grid  # type: ignore[assignment]
     fake.per_pull = 0
     assert grid.get_node_ids() == []
+    assert len(grid.notes) == 3
+    assert all("has not said who it is within 0 s" in note for note in grid.notes)
     fake.per_pull = 3
     assert len(grid.get_node_ids()) == 3
 
@@ -245,7 +252,42 @@ def test_a_node_that_comes_after_the_fleet_was_dealt_out_takes_no_part(caplog: p
     profiles_of(grid)
     fake.partition_of[5] = 3
     assert grid.get_node_ids() == nodes
-    assert "partition 3 came after the fleet was dealt out to 3 clients" in caplog.text
+    (note,) = grid.notes
+    assert note == "node 5 takes no part: partition 3 of 3 came after the fleet was dealt out to 3 clients"
+    assert note in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        ({"partition-id": 5_000_000}, "'2' says partition-id 5000000 of num-partitions 3"),
+        ({"partition-id": 5_000_000, "num-partitions": 10_000_000}, "partition-id 5000000 and num-partitions 10000000"),
+        ({"num-partitions": -3}, "num-partitions -3"),
+        ({"num-partitions": 0}, "num-partitions 0"),
+        ({"num-partitions": 90_000}, "it says num-partitions 90000, most nodes 3"),
+        ({"partition-id": -1}, "a fleet needs simulated nodes"),
+    ],
+)
+def test_a_node_with_an_absurd_partition_is_left_out_by_name(lie: dict[str, int], fault: str) -> None:
+    for shuffle in range(4):
+        grid = virtual(shuffle=shuffle)
+        fake: FakeGrid = grid._grid  # type: ignore[assignment]
+        fake.lies[2] = lie
+        assert [fake.partition_of[node] for node in grid.get_node_ids()] == [0, 1]
+        profiles_of(grid)
+        (note,) = grid.notes
+        (liar,) = (node for node, partition in fake.partition_of.items() if partition == 2)
+        assert note.startswith(f"node {liar} takes no part: ")
+        assert fault in note
+        assert len(grid._clients) == 3
+
+
+def test_of_two_nodes_with_one_partition_the_second_is_left_out() -> None:
+    grid = virtual()
+    fake: FakeGrid = grid._grid  # type: ignore[assignment]
+    fake.lies[2] = {"partition-id": 1}
+    assert len(grid.get_node_ids()) == 2
+    assert "says partition-id 1, which another node has" in grid.notes[0]
 
 
 # -------------------------------------------------------------------------------------------------------- stamping
