@@ -6,10 +6,14 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gpu_runtime.contracts import ContractError, TaskCost, from_json, to_json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +26,35 @@ class CostKey:
     torch_version: str
     model_hash: str
     batch_size: int
+    task: str = ""
+    code_hash: str = ""
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixKey:
+    """All that the result of a trial of several tasks depends on; `costs` of each task, in words."""
+
+    device: str
+    num_cores: int
+    driver: str
+    torch_version: str
+    candidates: tuple[str, ...]
+    costs: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixCapacities:
+    """As on disk: capacity by backend."""
+
+    capacities: tuple[tuple[str, float], ...]
 
 
 def cache_directory() -> Path:
@@ -39,21 +68,40 @@ def cache_directory() -> Path:
 
 def load(key: CostKey) -> TaskCost | None:
     """The cost stored under `key`; None when there is none, or the file cannot be read or is damaged."""
-    try:
-        return from_json(TaskCost, _path(key).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ContractError, UnicodeDecodeError):
-        return None
+    return _load(TaskCost, f"{key.digest}.json")
 
 
 def store(key: CostKey, cost: TaskCost) -> bool:
     """Store `cost`, atomically. False where the directory cannot be written: then the next process measures again."""
+    return _store(f"{key.digest}.json", cost)
+
+
+def load_mix(key: MixKey) -> dict[str, float] | None:
+    """Capacity by backend, in the order of the trial; None as of `load`."""
+    found = _load(_MixCapacities, f"mix-{key.digest}.json")
+    return None if found is None else dict(found.capacities)
+
+
+def store_mix(key: MixKey, capacities: Mapping[str, float]) -> bool:
+    """As `store`."""
+    return _store(f"mix-{key.digest}.json", _MixCapacities(capacities=tuple(capacities.items())))
+
+
+def _load(kind: type[T], name: str) -> T | None:
     try:
-        path = _path(key)
+        return from_json(kind, _path(name).read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ContractError, UnicodeDecodeError):
+        return None
+
+
+def _store(name: str, value: object) -> bool:
+    try:
+        path = _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(to_json(cost))
+                file.write(to_json(value))
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -63,5 +111,5 @@ def store(key: CostKey, cost: TaskCost) -> bool:
     return True
 
 
-def _path(key: CostKey) -> Path:
-    return cache_directory() / "profiles" / f"{key.digest}.json"
+def _path(name: str) -> Path:
+    return cache_directory() / "profiles" / name

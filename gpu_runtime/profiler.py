@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +58,8 @@ class Profiler:
                 torch_version=torch.__version__,
                 model_hash=model_hash(model, getattr(workload, "autocast_dtype", None)),
                 batch_size=workload.batch_size,
+                task=workload.name,
+                code_hash=code_hash(workload),
             )
             cost = self._known.get(key) or (profile_cache.load(key) if self._use_disk else None)
             if cost is None:
@@ -71,6 +75,15 @@ def model_hash(model: nn.Module, autocast_dtype: str | None = None) -> str:
     state = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.state_dict().items()]
     precision = [autocast_dtype] if autocast_dtype else []
     return hashlib.sha256("\n".join([repr(model), *state, *precision]).encode()).hexdigest()
+
+
+def code_hash(workload: Workload) -> str:
+    """Hash of the file that defines the workload's class: its loss and optimiser cost time too. Empty without one."""
+    try:
+        path = inspect.getsourcefile(type(workload))
+        return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return ""
 
 
 def measure(workload: Workload, device: Device, *, budget_s: float = 3.0, model: nn.Module | None = None) -> TaskCost:

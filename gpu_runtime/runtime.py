@@ -32,9 +32,10 @@ from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
 from gpu_runtime.evaluation import TaskEvaluation
 from gpu_runtime.executor import Execution, Executor
-from gpu_runtime.lanes import LaneOptions, choose
+from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.cpu import CpuBackend
 from gpu_runtime.lanes.processes import ProcessBackend
+from gpu_runtime.mix_trial import MixTask, MixTrials
 from gpu_runtime.profiler import Profiler
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
@@ -120,6 +121,7 @@ class EmbeddedRuntime(Runtime):
         self._cancel = threading.Event()
         self._workloads = WorkloadCache(factory)
         self._workers = WorkerPool(factory)
+        self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers))
         self._costs: dict[tuple[str, int], TaskCost] = {}
         self._device: Device | None = None
 
@@ -133,6 +135,7 @@ class EmbeddedRuntime(Runtime):
     def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
         profiles: list[TaskProfile] = []
         errors: list[str] = []
+        mix: list[MixTask] = []
         with self._working:
             for each in held:
                 try:
@@ -140,6 +143,7 @@ class EmbeddedRuntime(Runtime):
                     cost = self._profiler.cost(workload, self.device) if measure else None
                     if cost is not None:
                         self._costs[workload.name, workload.batch_size] = cost
+                        mix.append(MixTask(held=each, workload=workload, cost=cost))
                     profiles.append(
                         TaskProfile(
                             task=workload.name,
@@ -150,12 +154,14 @@ class EmbeddedRuntime(Runtime):
                     )
                 except Exception as error:  # a user's task may raise anything; the others go on
                     errors.append(f"{each.ref}: {one_line(error)}")
+            result = self._mixes.result(mix, self._candidates(), self.device)
         return Profile(
             client=client,
             device=self.device.name,
             num_cores=self.device.num_cores,
             clock=MEASURED,
             tasks=tuple(profiles),
+            capacity=result.capacity if result is not None else 1.0,
             memory_bytes=self.device.memory_bytes,
             errors=tuple(errors),
         )
@@ -164,8 +170,8 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._cancel.clear()
             _import_optimizers()
+            backend, notes = self._backend(plan)
             started_at_s, origin_s = time.time(), time.perf_counter()
-            backend = choose(self._sharing.backend, plan.sharing_mode, self.device, self._workers)
             trainings, refused = self._trainings(plan, arrays, held, remote=isinstance(backend, ProcessBackend))
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
@@ -193,7 +199,7 @@ class EmbeddedRuntime(Runtime):
                 backend=backend.name,
                 attempt=plan.attempt,
                 started_at_s=started_at_s,
-                notes=execution.notes,
+                notes=(*notes, *execution.notes),
                 spans=execution.spans,
             ),
         )
@@ -245,9 +251,35 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._workloads.clear()
             self._costs.clear()
+            self._mixes.clear()
             self._workers.close()
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _candidates(self) -> list[str]:
+        """Backends to try for a mix, the simplest first; the only one where the settings name one."""
+        if self._sharing.mode != "competitive":
+            return []
+        if self._sharing.backend != AUTO:
+            return [self._sharing.backend]
+        return [name for name, backend in BACKENDS.items() if not backend.unavailable(self.device)]
+
+    def _backend(self, plan: Plan) -> tuple[PartitionBackend, tuple[str, ...]]:
+        """The backend for a plan, its workers running, and what there is to say about it."""
+        name = self._sharing.backend
+        if name == AUTO and plan.sharing_mode == "competitive":
+            result = self._mixes.known([task.task for task in plan.tasks])
+            name = result.best if result is not None else AUTO
+        backend = choose(name, plan.sharing_mode, self.device, self._workers)
+        if not isinstance(backend, ProcessBackend):
+            return backend, ()
+        try:
+            backend.start(len(plan.tasks))
+        except BackendError as error:
+            if self._sharing.backend != AUTO:
+                raise
+            return choose(CpuBackend.name, plan.sharing_mode, self.device), (f"threads instead of processes: {error}",)
+        return backend, ()
 
     @property
     def _evaluation_backend(self) -> str:

@@ -129,4 +129,4 @@ def _dtype_of(name: str, value: np.ndarray) -> str:
 def _num_bytes(dtype: np.dtype[Any], shape: tuple[Any, ...]) -> int:
     if dtype.kind not in _KINDS or not all(type(size) is int and size >= 0 for size in shape):
         raise WireError(f"a frame holds an array of type {dtype} and shape {shape}")
-    return dtype.itemsize * math.prod(shape)
+    return int(dtype.itemsize * math.prod(shape))

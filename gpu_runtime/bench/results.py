@@ -164,9 +164,11 @@ def _spread(ours: Mapping[int, Sample], floors: Mapping[int, Floor], tasks: Sequ
     return interval(spreads) if spreads else None
 
 
-def _best_other(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fastest of the other variants that was never cut, and our time over its."""
+def _best_other(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fastest of the other variants that was never cut, and our time over its; None where all were."""
     others = [name for name, cut in row["cut"].items() if name != OURS and not cut and row["ours_over"][name]]
+    if not others:
+        return None
     best = min(others, key=lambda name: statistics.median(row["seconds"][name]))
     return {"variant": best, "ours_over_it": row["ours_over"][best]["median"]}
 

@@ -17,7 +17,9 @@ BACKENDS: dict[str, type[PartitionBackend]] = {
 # Backends that one may look for here, and why there are none.
 NOT_MADE = {"mps": "it bounds whole processes, and lanes are threads of one process: there are no process lanes yet"}
 
-__all__ = ["BACKENDS", "NOT_MADE", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
+AUTO = "auto"
+
+__all__ = ["AUTO", "BACKENDS", "NOT_MADE", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
 
 
 def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = None) -> PartitionBackend:
@@ -34,7 +36,7 @@ def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = No
     """
     if mode == "sequential":
         return SequentialBackend(device)
-    if backend == "auto":
+    if backend == AUTO:
         backend = StreamsBackend.name if device.kind == CUDA else CpuBackend.name
     if backend in NOT_MADE:
         raise BackendError(f"sharing backend {backend!r} cannot be used: {NOT_MADE[backend]}")

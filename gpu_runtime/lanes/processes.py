@@ -59,6 +59,18 @@ class ProcessBackend(CpuBackend):
     def unavailable(cls, device: Device) -> str:
         return CpuBackend.unavailable(device) or shared_memory.unavailable()
 
+    def start(self, num_tasks: int) -> None:
+        """Have the workers for so many tasks running.
+
+        Raises:
+            BackendError: one does not start.
+        """
+        if self._pool is not None:
+            try:
+                self._pool.workers(max(1, min(self.threads, num_tasks)))
+            except WorkerLostError as error:
+                raise BackendError(str(error)) from error
+
     def lanes(self, loads: Sequence[TaskLoad], options: LaneOptions) -> tuple[Lane, ...]:
         """Lanes as of `cpu`, their workers running.
 

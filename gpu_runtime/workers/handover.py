@@ -41,7 +41,7 @@ class OptimizerLayout:
 class Stage:
     """All that the next process needs to go on. `stuck` says why it cannot, empty where it can."""
 
-    progress: Progress = Progress()
+    progress: Progress
     optimizer: OptimizerLayout | None = None
     stuck: str = ""
 
