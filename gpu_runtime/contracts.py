@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -27,8 +28,19 @@ VIRTUAL, MEASURED = "virtual", "measured"
 T = TypeVar("T")
 
 
+_ANSI_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+MAX_LINE = 300
+
+
 class ContractError(ValueError):
     """A message that does not follow the contract; the text names the field and the fault."""
+
+
+def one_line(text: object, limit: int = MAX_LINE) -> str:
+    """`text` fit for a log, whoever wrote it: one line of at most `limit` characters without control characters."""
+    plain = _ANSI_SEQUENCE.sub("", str(text)[: 100 * limit])
+    words = " ".join("".join(char if char.isprintable() else " " for char in plain).split())
+    return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
 def array_key(task: str, parameter: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -16,7 +17,8 @@ from server_app.evaluation import BestWeights, Evaluator
 from server_app.exchange import Exchange, NoClientsError, exchange, wait_for_nodes
 from server_app.history import RunHistory
 from server_app.settings import Settings
-from strategies.base import MultiTaskStrategy
+from strategies.base import MultiTaskStrategy, RoundRecord
+from tasks.errors import TaskError
 
 log = logging.getLogger("flwr.paceline")
 
@@ -29,6 +31,7 @@ def run(
     Raises:
         NoClientsError: nobody joined, nobody answered the profile query, or nobody holds an example.
         RuntimeError: a round in which not a single client trained.
+        TaskError: a task that cannot be evaluated before round 1, or no task that can be after it.
     """
     evaluator.load()
     nodes = wait_for_nodes(grid, settings.run.min_clients, settings.run.join_timeout_s)
@@ -94,13 +97,17 @@ def _one_round(
     _count(history, answers)
     trained, _ = strategy.aggregate_train(server_round, answers.replies)
     record = strategy.round_record()
-    for text in record.refused:
-        log.warning("round %d: %s", server_round, text)
     if trained is None:
+        _warn(record)
         raise RuntimeError(f"round {server_round}: no client trained anything: " + "; ".join(record.refused[:3]))
     arrays = trained
     weights = to_numpy(arrays)
     scores = evaluator.scores(weights)
+    faults = tuple(f"task {task!r}: no score: {score.error}" for task, score in scores.items() if score.error)
+    if server_round == 1 and len(faults) == len(scores):
+        raise TaskError("; ".join(faults))
+    record = replace(record, refused=(*record.refused, *faults))
+    _warn(record)
     best.update(server_round, weights, scores)
     folder = history.folder / "checkpoint"
     save_weights(folder, "last", weights, {"round": server_round})
@@ -108,6 +115,11 @@ def _one_round(
     client_metrics = _client_evaluation(server_round, arrays, grid, settings, strategy, history)
     history.add_round(record, scores, _reports(answers.replies), client_metrics)
     return arrays
+
+
+def _warn(record: RoundRecord) -> None:
+    for text in record.refused:
+        log.warning("round %d: %s", record.server_round, text)
 
 
 def _client_evaluation(

@@ -14,11 +14,13 @@ from client_app.app import app as client_app
 from gpu_runtime.settings import flatten
 from server_app import app as server_app
 from server_app import run_loop
+from server_app.checkpoint import load_weights
 from server_app.evaluation import Evaluator
 from server_app.exchange import NoClientsError
 from server_app.history import RunHistory
 from server_app.settings import Settings
 from strategies.options import StrategyError
+from tasks.data import Once
 from tasks.errors import TaskError
 from tests.in_process_grid import InProcessGrid
 
@@ -175,14 +177,111 @@ def test_a_bad_reply_is_refused_by_name_and_the_run_goes_on(
 
 def test_a_wrong_primary_metric_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.tiny.TinyDigits.primary_metric", "acc")
+    asked: list[InProcessGrid] = []
     with pytest.raises(TaskError, match="primary_metric 'acc' is not among what its metrics compute: accuracy"):
-        federate(tmp_path, tasks="tiny-digits", rounds=1)
+        federate(tmp_path, rounds=1, spoil=asked.append)
+    assert asked[0].sent == []
 
 
-def test_a_metric_that_is_no_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_1_without_any_score_ends_the_run_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tasks.metrics.ClassAccuracy.compute", lambda self: {"accuracy": float("nan")})
-    with pytest.raises(TaskError, match="metric 'accuracy' must be a finite number, not nan"):
+    with pytest.raises(TaskError, match="task 'tiny-digits': no score: metric 'accuracy' must be a finite number"):
         federate(tmp_path, tasks="tiny-digits", rounds=1)
+
+
+def scores_of_digits(*computed: Any) -> Callable[[Any], Any]:
+    """`TinyDigits.metrics` whose `compute` gives, time after time, what stands in `computed`; errors are raised."""
+    left = list(computed)
+
+    class Scores:
+        def update(self, outputs: Any, targets: Any) -> None:
+            pass
+
+        def compute(self) -> Any:
+            found = left.pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    return lambda self: Scores()
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"accuracy": float("nan")}, "metric 'accuracy' must be a finite number, not nan"),
+        ({"accuracy": np.zeros(2)}, "metric 'accuracy' must be a number, not array"),
+        ({"precision": 0.5}, "primary_metric 'accuracy' is not among what its metrics compute: precision"),
+        (ValueError("no\nluck"), "ValueError: no"),
+        (0.5, "must return a dict, not float"),
+    ],
+    ids=["nan", "two-elements", "primary-lost", "raises", "no-dict"],
+)
+def test_a_task_without_a_score_costs_that_score_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Any, words: str
+) -> None:
+    good = {"accuracy": 0.5}
+    monkeypatch.setattr("tasks.tiny.TinyDigits.metrics", scores_of_digits(good, good, bad, {"accuracy": 0.75}))
+    weights, summary = federate(tmp_path, tasks="tiny-digits,tiny-faces", rounds=3)
+    first, second, third = summary["rounds"]
+    score = second["tasks"]["tiny-digits"]
+    assert (score["loss"], score["metrics"]) == (None, {})
+    assert words in score["error"]
+    (line,) = second["refused"]
+    assert line == f"task 'tiny-digits': no score: {score['error']}"
+    assert second["tasks"]["tiny-faces"]["metrics"].keys() == {"accuracy"}
+    assert [first["refused"], third["refused"]] == [[], []]
+    best = json.loads((tmp_path / "checkpoint" / "best.json").read_text())
+    assert (best["rounds"]["tiny-digits"], best["metrics"]["tiny-digits"]) == (3, 0.75)
+    assert_equal(weights, load_weights(tmp_path / "checkpoint", "last"))
+
+
+def test_best_weights_of_a_task_without_a_score_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once, _ = federate(tmp_path / "once", tasks="tiny-digits,tiny-faces", rounds=1)
+    good = {"accuracy": 0.5}
+    monkeypatch.setattr("tasks.tiny.TinyDigits.metrics", scores_of_digits(good, good, ValueError("boom")))
+    weights, _ = federate(tmp_path, tasks="tiny-digits,tiny-faces", rounds=2)
+    best = load_weights(tmp_path / "checkpoint", "best")
+    digits = [key for key in weights if key.startswith("tiny-digits/")]
+    assert_equal({key: best[key] for key in digits}, {key: once[key] for key in digits})
+    assert any(not np.array_equal(weights[key], once[key]) for key in digits)
+
+
+@pytest.mark.parametrize(
+    ("target", "fault", "words"),
+    [
+        (
+            "load",
+            OSError("disk\nfull"),
+            "task 'tiny-faces': its held-out examples cannot be loaded: OSError: disk full",
+        ),
+        ("metrics", ValueError("no metrics"), "task 'tiny-faces': ValueError: no metrics"),
+        ("loss", KeyError("logits"), "task 'tiny-faces': KeyError: 'logits'"),
+    ],
+)
+def test_a_task_that_cannot_be_evaluated_ends_the_run_before_round_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, fault: Exception, words: str
+) -> None:
+    def fail(self: Any, *arguments: Any) -> Any:
+        raise fault
+
+    asked: list[InProcessGrid] = []
+    monkeypatch.setattr("tasks.data._loaded", Once())
+    monkeypatch.setattr(f"tasks.tiny.TinyFaces.{target}", fail)
+    with pytest.raises(TaskError) as caught:
+        federate(tmp_path, spoil=asked.append)
+    assert str(caught.value) == words
+    assert asked[0].sent == []
+
+
+def test_metrics_that_need_many_examples_are_tried_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = {"accuracy": 0.5}
+    few = ValueError("64 examples are too few")
+    monkeypatch.setattr("tasks.tiny.TinyDigits.metrics", scores_of_digits(few, good, good))
+    _, summary = federate(tmp_path, tasks="tiny-digits,tiny-faces", rounds=1)
+    assert summary["final"]["tiny-digits"] == good
 
 
 def test_no_clients_is_said_in_one_line(tmp_path: Path) -> None:
