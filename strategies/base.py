@@ -15,13 +15,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from gpu_runtime.contracts import MEASURED, Plan, Profile, TaskPlan, split_key, to_json
+from gpu_runtime.contracts import MEASURED, Plan, Profile, TaskPlan, one_line, split_key, to_json
 from strategies import replies as checks
 from strategies.aggregation import mean_loss
 from strategies.evaluation import average_metrics
 from strategies.inventory import query_profiles
 from strategies.load_assignment import Assignment, LoadAssigner, LoadProblem
 from strategies.options import StrategyError, StrategyOptions
+from strategies.outliers import without_outliers
 from strategies.profiles import ProfileBook
 from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle_fraction
 from strategies.replies import CheckedReply, NDArray, Update
@@ -200,7 +201,7 @@ class MultiTaskStrategy(Strategy):
             try:
                 new.update(self.aggregate_task(server_round, task, updates, start))
             except TaskKeptError as fault:
-                kept.append(f"task {task!r}: weights stay: {fault}")
+                kept.append(f"task {task!r}: weights stay: {one_line(fault)}")
                 continue
             trained.add(task)
             metrics[f"{task}/num-examples"] = sum(update.num_examples for update in updates)
@@ -349,7 +350,7 @@ class MultiTaskStrategy(Strategy):
             )
             clock = clock or (result.report.clock if result.report else None)
             checked.append(result)
-        return checked, strays
+        return without_outliers(checked, current.arrays), strays
 
     def _round_record(self, current: _Round, checked: Sequence[CheckedReply], more: Iterable[str]) -> RoundRecord:
         clients = {reply.client: reply.record for reply in checked}

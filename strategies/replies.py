@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -116,12 +116,11 @@ def check(
         else:
             updates.append(update)
             tasks[task_plan.task] = _task_record(task_plan, entry, entry.outcome, "")
-    outcomes = {task.outcome for task in tasks.values()}
     return CheckedReply(
         client=plan.client,
         record=ClientRecord(
             busy_s=report.seconds,
-            outcome=outcomes.pop() if len(outcomes) == 1 else PARTIAL,
+            outcome=_outcome(tasks),
             error="; ".join(refused),
             tasks=tasks,
         ),
@@ -129,6 +128,24 @@ def check(
         updates=tuple(updates),
         refused=tuple(refused),
     )
+
+
+def refuse_task(reply: CheckedReply, task: str, text: str) -> CheckedReply:
+    """`reply` without its update of `task`, which its record then calls refused because of `text`."""
+    line = f"client {reply.client!r}, task {task!r}: {text}"
+    tasks = {**reply.record.tasks, task: replace(reply.record.tasks[task], examples=0, outcome=REFUSED, error=text)}
+    refused = (*reply.refused, line)
+    return replace(
+        reply,
+        record=replace(reply.record, outcome=_outcome(tasks), error="; ".join(refused), tasks=tasks),
+        updates=tuple(update for update in reply.updates if update.task != task),
+        refused=refused,
+    )
+
+
+def _outcome(tasks: Mapping[str, ClientTaskRecord]) -> str:
+    outcomes = {task.outcome for task in tasks.values()}
+    return outcomes.pop() if len(outcomes) == 1 else PARTIAL
 
 
 def _refuse(plan: Plan, text: str, outcome: str) -> CheckedReply:

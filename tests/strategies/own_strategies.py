@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg, FedMedian
 
@@ -30,6 +31,24 @@ class Raises(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         raise ZeroDivisionError("no luck")
+
+
+class Overflows(FedAvg):
+    """Keeps a state that overflows in round 2, also in an attribute that is not there before."""
+
+    def __init__(self, **arguments: float) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        self.velocity: dict[str, np.ndarray] = {}
+        self.rounds_aggregated = 0
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        self.rounds_aggregated += 1
+        self.velocity["w"] = np.full(3, np.inf if server_round == 2 else 1.0, dtype=np.float32)
+        if server_round == 2:
+            self.late = [np.nan]
+        return super().aggregate_train(server_round, replies)
 
 
 class LastByName(MultiTaskStrategy):
