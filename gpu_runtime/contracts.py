@@ -278,8 +278,8 @@ def from_json(kind: type[T], text: str) -> T:
     """
     name = kind.__name__
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, TypeError, RecursionError) as error:
+        body = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ContractError(f"{name} is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ContractError(f"{name} must be a JSON object, not {type(body).__name__}")
@@ -295,10 +295,6 @@ def from_json(kind: type[T], text: str) -> T:
 def from_mapping(kind: type[T], body: Any) -> T:
     """As `from_json`, from already parsed JSON without schema and kind (for files that hold many values)."""
     return typing.cast(T, _read(kind, body, kind.__name__))
-
-
-def _refuse_constant(name: str) -> float:
-    raise ContractError(f"numbers must be finite, found {name}")
 
 
 @functools.cache

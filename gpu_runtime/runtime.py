@@ -32,7 +32,7 @@ from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
 from gpu_runtime.evaluation import FirstExamples, TaskEvaluation
 from gpu_runtime.executor import Execution, Executor, one_line
-from gpu_runtime.lanes import LaneOptions, choose
+from gpu_runtime.lanes import BackendError, LaneOptions, choose
 from gpu_runtime.profiler import Profiler
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
@@ -141,6 +141,12 @@ class EmbeddedRuntime(Runtime):
         profiles: list[TaskProfile] = []
         errors: list[str] = []
         with self._working:
+            try:
+                choose(self._sharing.backend, self._sharing.mode, self.device)
+            except BackendError as error:
+                # It could train nothing: the server should hear of it before it counts on this client.
+                errors.append(str(error))
+                held = ()
             for each in held:
                 try:
                     workload = self._workloads.get(each)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 
 from client_app.app import app as client_app
 from gpu_runtime.settings import flatten
@@ -282,6 +283,84 @@ def test_metrics_that_need_many_examples_are_tried_on_all(tmp_path: Path, monkey
     monkeypatch.setattr("tasks.tiny.TinyDigits.metrics", scores_of_digits(few, good, good))
     _, summary = federate(tmp_path, tasks="tiny-digits,tiny-faces", rounds=1)
     assert summary["final"]["tiny-digits"] == good
+
+
+def test_a_backend_that_no_client_has_is_the_cause_before_round_1(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("clients have CUDA here")
+    words = "no client holds an example of any task .* says: sharing backend 'streams' cannot be used: torch.cuda"
+    with pytest.raises(StrategyError, match=words):
+        federate(tmp_path, sharing__backend="streams")
+
+
+def told(change: Callable[[dict[str, Any]], None], *, client: str = "1") -> Answer:
+    """The ClientApp, except that the profile of `client` is changed before it is sent."""
+
+    def answer(message: Message, context: Context) -> Message:
+        reply = client_app(message, context)
+        if message.metadata.message_type == "query.profile":
+            body = json.loads(str(reply.content.config_records["profile"]["json"]))
+            if body["client"] == client:
+                change(body)
+            reply.content["profile"] = ConfigRecord({"json": json.dumps(body)})
+        return reply
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("capacity", -1.0, "client '1' has a bad profile: capacity must be"),
+        ("fixed_s", float("nan"), "client '1' has a bad profile: Profile.fixed_s must be finite, not nan"),
+        ("uplink_bytes_per_s", 0.0, "client '1' has a bad profile: uplink_bytes_per_s must be"),
+        ("client", "0", "client '0': 2 nodes call themselves so and none of them takes part"),
+    ],
+)
+def test_a_bad_profile_costs_its_client_only(tmp_path: Path, field: str, value: object, words: str) -> None:
+    app = told(lambda body: body.update({field: value}))
+    _, summary = federate(tmp_path, nodes=3, app=app, fleet__name="", rounds=1)
+    assert sorted(summary["rounds"][0]["clients"]) == (["2"] if field == "client" else ["0", "2"])
+    assert any(words in note for note in summary["notes"])
+
+
+def test_only_bad_profiles_are_the_cause(tmp_path: Path) -> None:
+    app = told(lambda body: body.update(capacity=0), client="0")
+    words = "no client sent a usable profile: node .* client '0' has a bad profile: capacity must be"
+    with pytest.raises(NoClientsError, match=words):
+        federate(tmp_path, nodes=1, app=app, fleet__name="", rounds=1)
+
+
+def test_who_was_left_out_is_part_of_the_cause(tmp_path: Path) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["fixed_s"] = -1
+
+    def answer(message: Message, context: Context) -> Message:
+        return told(change, client="0")(message, context)
+
+    def spoil(grid: InProcessGrid) -> None:
+        for context in list(grid.contexts.values())[1:]:
+            context.node_config["tasks"] = "tiny-digits"
+
+    words = "task 'tiny-faces': no client holds an example of it; .*client '0' has a bad profile: fixed_s"
+    with pytest.raises(StrategyError, match=words):
+        federate(tmp_path, nodes=2, app=answer, spoil=spoil, fleet__name="", tasks="tiny-digits,tiny-faces")
+
+
+def test_bad_client_evaluations_are_named(tmp_path: Path) -> None:
+    def answer(message: Message, context: Context) -> Message:
+        reply = client_app(message, context)
+        if message.metadata.message_type == "evaluate" and context.node_config["partition-id"] == 1:
+            reply.content["metrics"] = MetricRecord({"tiny-digits/num-examples": -5, "tiny-digits/accuracy": 1.0})
+        return reply
+
+    _, summary = federate(
+        tmp_path, nodes=2, app=answer, fleet__name="", rounds=1, tasks="tiny-digits", strategy__client_evaluation=True
+    )
+    (entry,) = summary["rounds"]
+    (line,) = entry["refused"]
+    assert line.startswith("client '1', task 'tiny-digits': evaluation left out: num-examples is -5")
+    assert entry["client_metrics"]["tiny-digits/num-examples"] == 700
 
 
 def test_no_clients_is_said_in_one_line(tmp_path: Path) -> None:

@@ -264,6 +264,13 @@ def test_a_measured_profile() -> None:
     assert from_json(Profile, to_json(profile)) == profile
 
 
+@pytest.mark.parametrize("backend", ["streams", "green"])
+def test_a_backend_that_cannot_work_here_is_told_in_the_profile(backend: str) -> None:
+    profile = runtime(backend=backend).profile("a", hold("rows"))
+    assert profile.tasks == ()
+    assert profile.errors == (f"sharing backend '{backend}' cannot be used: torch.cuda.is_available() is false",)
+
+
 def test_training_after_profiling_uses_the_costs() -> None:
     made = runtime()
     made.profile("a", hold(*REFS))
