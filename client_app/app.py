@@ -10,6 +10,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from client_app import handlers
+from gpu_runtime.contracts import one_line
 
 # Flower's code for "the ClientApp raised".
 CLIENT_APP_RAISED = 2
@@ -24,7 +25,9 @@ def _answer(handler: Callable[[Message, Context], Message], message: Message, co
         return handler(message, context)
     except Exception as error:
         log.error("%s failed\n%s", message.metadata.message_type, traceback.format_exc())
-        return Message(Error(code=CLIENT_APP_RAISED, reason=handlers.one_line(error)), reply_to=message)
+        return Message(
+            Error(code=CLIENT_APP_RAISED, reason=one_line(f"{type(error).__name__}: {error}")), reply_to=message
+        )
 
 
 @app.query("identity")

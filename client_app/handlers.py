@@ -20,11 +20,6 @@ from tasks.settings import DataSettings, TrainingSettings
 log = logging.getLogger("paceline.client")
 
 
-def one_line(error: BaseException) -> str:
-    """Kind and text of an error without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 @cache
 def _runtime(sharing: SharingSettings) -> Runtime:
     """One runtime for all messages of this process. In a simulation the process serves many clients and runs."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -27,8 +28,19 @@ VIRTUAL, MEASURED = "virtual", "measured"
 T = TypeVar("T")
 
 
+_ANSI_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+MAX_LINE = 300
+
+
 class ContractError(ValueError):
     """A message that does not follow the contract; the text names the field and the fault."""
+
+
+def one_line(text: object, limit: int = MAX_LINE) -> str:
+    """`text` fit for a log, whoever wrote it: one line of at most `limit` characters without control characters."""
+    plain = _ANSI_SEQUENCE.sub("", str(text)[: 100 * limit])
+    words = " ".join("".join(char if char.isprintable() else " " for char in plain).split())
+    return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
 def array_key(task: str, parameter: str) -> str:
@@ -266,8 +278,8 @@ def from_json(kind: type[T], text: str) -> T:
     """
     name = kind.__name__
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, TypeError, RecursionError) as error:
+        body = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ContractError(f"{name} is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ContractError(f"{name} must be a JSON object, not {type(body).__name__}")
@@ -283,10 +295,6 @@ def from_json(kind: type[T], text: str) -> T:
 def from_mapping(kind: type[T], body: Any) -> T:
     """As `from_json`, from already parsed JSON without schema and kind (for files that hold many values)."""
     return typing.cast(T, _read(kind, body, kind.__name__))
-
-
-def _refuse_constant(name: str) -> float:
-    raise ContractError(f"numbers must be finite, found {name}")
 
 
 @functools.cache

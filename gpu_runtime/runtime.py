@@ -30,7 +30,7 @@ from gpu_runtime.contracts import (
 )
 from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
-from gpu_runtime.evaluation import TaskEvaluation
+from gpu_runtime.evaluation import FirstExamples, TaskEvaluation
 from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.cpu import CpuBackend
@@ -49,10 +49,16 @@ DEFAULT_SHARING = SharingSettings()
 
 
 class EvaluationError(RuntimeError):
-    """Some tasks could not be evaluated; the text names them. `results` holds those that could."""
+    """Some tasks could not be evaluated; the text names them.
 
-    def __init__(self, text: str, results: Mapping[str, dict[str, float]]) -> None:
-        super().__init__(text)
+    Attributes:
+        faults: why, by task name, or by reference where the task could not even be built.
+        results: of those that could.
+    """
+
+    def __init__(self, faults: Mapping[str, str], results: Mapping[str, dict[str, float]]) -> None:
+        super().__init__("evaluation failed for " + "; ".join(f"{name}: {fault}" for name, fault in faults.items()))
+        self.faults = dict(faults)
         self.results = dict(results)
 
 
@@ -77,7 +83,12 @@ class Runtime(ABC):
 
     @abstractmethod
     def evaluate(
-        self, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, split: str = "test"
+        self,
+        arrays: Mapping[str, np.ndarray],
+        held: Sequence[HeldTask],
+        *,
+        split: str = "test",
+        max_examples: int | None = None,
     ) -> dict[str, dict[str, float]]:
         """Loss, metrics and `num-examples` of each held task that `arrays` has weights for.
 
@@ -85,6 +96,7 @@ class Runtime(ABC):
             arrays: weights by `<task>/<parameter>`.
             held: the tasks.
             split: "test" for the held-out examples, "train" for the client's own.
+            max_examples: use no more than the first so many of each task.
 
         Raises:
             EvaluationError: a task failed; it holds the results of the others.
@@ -137,6 +149,12 @@ class EmbeddedRuntime(Runtime):
         errors: list[str] = []
         mix: list[MixTask] = []
         with self._working:
+            try:
+                choose(self._sharing.backend, self._sharing.mode, self.device)
+            except BackendError as error:
+                # It could train nothing: the server should hear of it before it counts on this client.
+                errors.append(str(error))
+                held = ()
             for each in held:
                 try:
                     workload = self._workloads.get(each)
@@ -205,32 +223,39 @@ class EmbeddedRuntime(Runtime):
         )
 
     def evaluate(
-        self, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, split: str = "test"
+        self,
+        arrays: Mapping[str, np.ndarray],
+        held: Sequence[HeldTask],
+        *,
+        split: str = "test",
+        max_examples: int | None = None,
     ) -> dict[str, dict[str, float]]:
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', not {split!r}")
         by_task = _arrays_by_task(arrays)
-        faults: list[str] = []
+        faults: dict[str, str] = {}
         works: list[TaskEvaluation] = []
         results: dict[str, dict[str, float]] = {}
         with self._working:
             self._cancel.clear()
             for each in held:
+                name = each.ref
                 try:
                     workload = self._workloads.get(each)
-                    if workload.name not in by_task:
+                    name = workload.name
+                    if name not in by_task:
                         continue
                     examples = workload.test_examples() if split == "test" else workload.train_examples()
                     works.append(
                         TaskEvaluation(
                             workload=workload,
-                            arrays=by_task[workload.name],
-                            examples=examples,
+                            arrays=by_task[name],
+                            examples=examples if max_examples is None else FirstExamples(examples, max_examples),
                             device=self.device.torch_device,
                         )
                     )
                 except Exception as error:  # a user's task may raise anything; the others go on
-                    faults.append(f"{each.ref}: {one_line(error)}")
+                    faults[name] = one_line(error)
             busy = [work for work in works if work.num_examples > 0]
             backend = choose(self._evaluation_backend, self._sharing.mode, self.device)
             execution = Executor(backend, LaneOptions(mode=self._sharing.mode)).run(
@@ -239,11 +264,11 @@ class EmbeddedRuntime(Runtime):
         for work in works:
             result = execution.results.get(work.task)
             if result is not None and result.outcome != TRAINED:
-                faults.append(f"{work.task}: {result.error}")
+                faults[work.task] = result.error
                 continue
-            results[work.task] = work.results()
+            results[work.task] = work.results
         if faults:
-            raise EvaluationError("evaluation failed for " + "; ".join(faults), results)
+            raise EvaluationError(faults, results)
         return results
 
     def close(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from gpu_runtime.contracts import HeldTask, Partition, array_key, split_key
-from gpu_runtime.runtime import EmbeddedRuntime
+from gpu_runtime.contracts import HeldTask, Partition, array_key, one_line, split_key
+from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
 from tasks.errors import TaskError
@@ -19,14 +19,22 @@ from tasks.registry import build, check_model
 from tasks.settings import DataSettings
 
 Arrays = dict[str, np.ndarray]
+# Held-out examples on which a run tries out each task's evaluation before round 1.
+TRIAL_EXAMPLES = 64
+# What an evaluation gives beside a task's metrics.
+OWN_VALUES = ("loss", "num-examples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """One task on held-out data; `loss` is None where it is not a finite number."""
+    """One task on held-out data; `loss` is None where it is not a finite number.
 
-    loss: float | None
-    metrics: dict[str, float]
+    `error` says why there is no score at all.
+    """
+
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str = ""
 
 
 class Evaluator:
@@ -39,14 +47,42 @@ class Evaluator:
     def __init__(self, refs: Sequence[str], data: DataSettings, sharing: SharingSettings) -> None:
         self._held = [HeldTask(ref=ref, data=data.spec(Partition())) for ref in refs]
         self.tasks: dict[str, Task] = {task.name: task for task in (build(held.ref, held.data) for held in self._held)}
-        self._runtime = EmbeddedRuntime(sharing=sharing)
+        self._name_of = dict(zip(refs, self.tasks, strict=True))
+        self._seed = data.seed
+        # The backend is made for the clients' devices; this machine may have another.
+        self._runtime = EmbeddedRuntime(sharing=replace(sharing, backend="auto"))
 
     def load(self) -> None:
-        """Build each model and load all held-out data now, so that a fault ends the run before it starts."""
+        """Build each model, load all held-out data and evaluate the first weights on a few of them.
+
+        A fault ends the run before it starts. Values that are no numbers pass: so few examples need not have one.
+
+        Raises:
+            TaskError: naming every task that cannot be evaluated, and why.
+        """
         for task in self.tasks.values():
             check_model(task)
-            if len(task.test_examples()) == 0:
+            try:
+                num_examples = len(task.test_examples())
+            except TaskError:
+                raise
+            except Exception as error:  # a user's task may raise anything
+                raise TaskError(
+                    f"task {task.name!r}: its held-out examples cannot be loaded: "
+                    f"{one_line(f'{type(error).__name__}: {error}')}"
+                ) from error
+            if num_examples == 0:
                 raise TaskError(f"task {task.name!r}: it has no held-out examples to evaluate on")
+        arrays = self.initial_arrays(self._seed)
+        found, faults = self._evaluate(arrays, max_examples=TRIAL_EXAMPLES)
+        if faults:
+            # A metric may need more: examples of every class, say.
+            again = {key: array for key, array in arrays.items() if split_key(key)[0] in faults}
+            more, faults = self._evaluate(again)
+            found |= more
+        faults |= {task: fault for task, values in found.items() if (fault := self._no_primary_metric(task, values))}
+        if faults:
+            raise TaskError("; ".join(f"task {task!r}: {fault}" for task, fault in faults.items()))
 
     def initial_arrays(self, seed: int) -> Arrays:
         """First weights of all tasks: each task's own seed, so that adding a task changes no other."""
@@ -59,23 +95,41 @@ class Evaluator:
         return arrays
 
     def scores(self, arrays: Mapping[str, np.ndarray]) -> dict[str, TaskScore]:
-        """Loss and metrics per task.
-
-        Raises:
-            TaskError: a metric that is not a finite number.
-        """
-        found = self._runtime.evaluate(arrays, self._held, split="test")
-        for task, values in found.items():
-            for name, value in values.items():
-                if name != "loss" and not (isinstance(value, int | float) and math.isfinite(value)):
-                    raise TaskError(f"task {task!r}: metric {name!r} must be a finite number, not {value!r}")
+        """Loss and metrics per task; the score of a task that cannot be evaluated says why instead."""
+        found, faults = self._evaluate(arrays)
         return {
-            task: TaskScore(
-                loss=values["loss"] if math.isfinite(values["loss"]) else None,
-                metrics={name: value for name, value in values.items() if name not in ("loss", "num-examples")},
-            )
-            for task, values in found.items()
+            task: TaskScore(error=faults[task]) if task in faults else self._score(task, found[task])
+            for task in self.tasks
+            if task in faults or task in found
         }
+
+    def _evaluate(
+        self, arrays: Mapping[str, np.ndarray], *, max_examples: int | None = None
+    ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+        """What each task's evaluation gave, and why it gave nothing, by task name."""
+        try:
+            return self._runtime.evaluate(arrays, self._held, split="test", max_examples=max_examples), {}
+        except EvaluationError as error:
+            return error.results, {self._name_of.get(name, name): fault for name, fault in error.faults.items()}
+
+    def _score(self, task: str, values: Mapping[str, float]) -> TaskScore:
+        odd = [name for name, value in values.items() if name != "loss" and not math.isfinite(value)]
+        fault = self._no_primary_metric(task, values)
+        if odd:
+            fault = f"metric {odd[0]!r} must be a finite number, not {values[odd[0]]!r}"
+        if fault:
+            return TaskScore(error=fault)
+        return TaskScore(
+            loss=values["loss"] if math.isfinite(values["loss"]) else None,
+            metrics={name: value for name, value in values.items() if name not in OWN_VALUES},
+        )
+
+    def _no_primary_metric(self, task: str, values: Mapping[str, float]) -> str:
+        computed = [name for name in values if name not in OWN_VALUES]
+        primary = self.tasks[task].primary_metric
+        if primary in computed:
+            return ""
+        return f"primary_metric {primary!r} is not among what its metrics compute: {', '.join(computed) or 'nothing'}"
 
 
 class BestWeights:
@@ -88,17 +142,11 @@ class BestWeights:
         self.values: dict[str, float] = {}
 
     def update(self, server_round: int, arrays: Mapping[str, np.ndarray], scores: Mapping[str, TaskScore]) -> None:
-        """Take over the tasks that got better."""
-        for task, score in scores.items():
-            if self._primary[task] not in score.metrics:
-                raise TaskError(
-                    f"task {task!r}: primary_metric {self._primary[task]!r} is not among what its metrics compute: "
-                    + ", ".join(score.metrics)
-                )
+        """Take over the tasks that got better; one without a score keeps what it has."""
         better = {
             task
             for task, score in scores.items()
-            if task not in self.values or score.metrics[self._primary[task]] > self.values[task]
+            if not score.error and (task not in self.values or score.metrics[self._primary[task]] > self.values[task])
         }
         for task in better:
             self.rounds[task] = server_round

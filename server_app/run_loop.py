@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from gpu_runtime.contracts import ContractError, Profile, Report, from_json
+from gpu_runtime.contracts import ContractError, Profile, Report, from_json, one_line
 from gpu_runtime.source import source_hash
 from server_app.checkpoint import save_weights
 from server_app.evaluation import BestWeights, Evaluator
 from server_app.exchange import Exchange, NoClientsError, exchange, wait_for_nodes
 from server_app.history import RunHistory
 from server_app.settings import Settings
-from strategies.base import MultiTaskStrategy
+from strategies.base import MAX_REASONS, MultiTaskStrategy, RoundRecord, StrategyError
 from strategies.error_reply import error_line
+from strategies.profile_checks import read_profile, without_namesakes
+from tasks.errors import TaskError
 
 log = logging.getLogger("flwr.paceline")
 
@@ -30,13 +33,17 @@ def run(
     Raises:
         NoClientsError: nobody joined, nobody answered the profile query, or nobody holds an example.
         RuntimeError: a round in which not a single client trained.
+        TaskError: a task that cannot be evaluated before round 1, or no task that can be after it.
     """
     evaluator.load()
     nodes = wait_for_nodes(grid, settings.run.min_clients, settings.run.join_timeout_s)
     history.event("joined", clients=len(nodes))
-    profiles = query_profiles(grid, nodes, settings.run.profile_timeout_s, history)
+    profiles, left_out = query_profiles(grid, nodes, settings.run.profile_timeout_s, history)
     history.event("profiled", clients=sorted(profile.client for profile in profiles.values()))
-    strategy.prepare(profiles)
+    try:
+        strategy.prepare(profiles)
+    except StrategyError as error:
+        raise StrategyError("; ".join([str(error), *left_out[:MAX_REASONS]])) from error
 
     arrays = _record(evaluator.initial_arrays(settings.data.seed))
     best = BestWeights(evaluator.tasks)
@@ -46,8 +53,13 @@ def run(
     return arrays
 
 
-def query_profiles(grid: Grid, nodes: Iterable[int], timeout_s: float, history: RunHistory) -> dict[int, Profile]:
-    """Ask all nodes for their profile. Nodes that fail or stay silent are left out, and the history says so.
+def query_profiles(
+    grid: Grid, nodes: Iterable[int], timeout_s: float, history: RunHistory
+) -> tuple[dict[int, Profile], list[str]]:
+    """Ask all nodes for their profile. Those without a usable one are left out.
+
+    Returns:
+        Profiles by node id, and a line on each node left out, which the history has too.
 
     Raises:
         NoClientsError: not one usable profile.
@@ -55,29 +67,32 @@ def query_profiles(grid: Grid, nodes: Iterable[int], timeout_s: float, history: 
     content = {"config": ConfigRecord({"measure": True})}
     messages = [Message(RecordDict(dict(content)), node, "query.profile") for node in nodes]
     answers = exchange(grid, messages, timeout_s)
-    profiles: dict[int, Profile] = {}
+    found: dict[int, Profile] = {}
+    left_out: list[str] = []
     for reply in answers.replies:
         node = reply.metadata.src_node_id
         try:
             if reply.has_error():
-                raise ContractError(error_line(reply))
-            profile = from_json(Profile, str(reply.content.config_records["profile"]["json"]))
-        except (ContractError, KeyError) as error:
-            history.note(f"node {node} takes no part: no profile: {error}")
-            continue
+                raise ContractError(f"no profile: {error_line(reply)}")
+            found[node] = read_profile(reply)
+        except ContractError as error:
+            left_out.append(one_line(f"node {node} takes no part: {error}"))
+    left_out += [f"node {node} takes no part: no profile within {timeout_s:g} s" for node in answers.missing]
+    profiles, notes = without_namesakes(found)
+    left_out += notes
+    for note in left_out:
+        history.note(note)
+    if not profiles:
+        raise NoClientsError("no client sent a usable profile: " + "; ".join(left_out[:MAX_REASONS]))
+    for profile in profiles.values():
         for fault in profile.errors:
-            history.note(f"client {profile.client}: {fault}")
+            history.note(one_line(f"client {profile.client}: {fault}"))
         if profile.source_hash and profile.source_hash != source_hash():
             history.note(
                 f"client {profile.client} runs another version of the program than the server; "
                 "start the SuperLink from a neutral directory or update the node"
             )
-        profiles[node] = profile
-    for node in answers.missing:
-        history.note(f"node {node} takes no part: no profile within {timeout_s:g} s")
-    if not profiles:
-        raise NoClientsError("no client sent a profile: " + "; ".join(history.notes[-3:]))
-    return profiles
+    return profiles, left_out
 
 
 def _one_round(
@@ -95,20 +110,30 @@ def _one_round(
     _count(history, answers)
     trained, _ = strategy.aggregate_train(server_round, answers.replies)
     record = strategy.round_record()
-    for text in record.refused:
-        log.warning("round %d: %s", server_round, text)
     if trained is None:
+        _warn(record)
         raise RuntimeError(f"round {server_round}: no client trained anything: " + "; ".join(record.refused[:3]))
     arrays = trained
     weights = to_numpy(arrays)
     scores = evaluator.scores(weights)
+    faults = tuple(f"task {task!r}: no score: {score.error}" for task, score in scores.items() if score.error)
+    if server_round == 1 and len(faults) == len(scores):
+        raise TaskError("; ".join(faults))
+    record = replace(record, refused=(*record.refused, *faults))
     best.update(server_round, weights, scores)
     folder = history.folder / "checkpoint"
     save_weights(folder, "last", weights, {"round": server_round})
     save_weights(folder, "best", best.arrays, {"rounds": best.rounds, "metrics": best.values})
     client_metrics = _client_evaluation(server_round, arrays, grid, settings, strategy, history)
+    record = replace(record, refused=(*record.refused, *strategy.evaluation_notes))
+    _warn(record)
     history.add_round(record, scores, _reports(answers.replies), client_metrics)
     return arrays
+
+
+def _warn(record: RoundRecord) -> None:
+    for text in record.refused:
+        log.warning("round %d: %s", record.server_round, text)
 
 
 def _client_evaluation(

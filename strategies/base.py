@@ -6,6 +6,7 @@ Subclasses say how loads are assigned and how one task's updates are aggregated.
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from gpu_runtime.contracts import MEASURED, Plan, Profile, TaskPlan, split_key, to_json
+from gpu_runtime.contracts import MEASURED, VIRTUAL, Plan, Profile, TaskPlan, one_line, split_key, to_json
 from strategies import replies as checks
 from strategies.aggregation import mean_loss
 from strategies.evaluation import average_metrics
 from strategies.inventory import query_profiles
 from strategies.load_assignment import Assignment, LoadAssigner, LoadProblem
 from strategies.options import StrategyError, StrategyOptions
+from strategies.outliers import without_outliers
 from strategies.profiles import ProfileBook
 from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle_fraction
 from strategies.replies import CheckedReply, NDArray, Update
@@ -29,6 +31,10 @@ from strategies.replies import CheckedReply, NDArray, Update
 __all__ = ["ClientRecord", "ClientTaskRecord", "MultiTaskStrategy", "RoundRecord", "StrategyError", "StrategyOptions"]
 
 log = logging.getLogger("paceline.strategies")
+
+
+# How many clients' own words go into the cause of a run that cannot start.
+MAX_REASONS = 3
 
 
 class TaskKeptError(Exception):
@@ -55,6 +61,19 @@ class _Round:
     transfers: Mapping[str, _Transfer]
     assignment: Assignment
     notes: tuple[str, ...]
+    started_s: tuple[float, float]
+
+    def seconds_since(self) -> float:
+        """No client's clock can have counted more since the round was sent.
+
+        The monotonic clock stands still while this machine sleeps, the other may be set; with room for drift.
+        """
+        passed_s = max(now_s - then_s for now_s, then_s in zip(_clocks_s(), self.started_s, strict=True))
+        return 1.01 * passed_s + 1.0
+
+
+def _clocks_s() -> tuple[float, float]:
+    return time.monotonic(), time.time()
 
 
 class MultiTaskStrategy(Strategy):
@@ -70,12 +89,14 @@ class MultiTaskStrategy(Strategy):
     Attributes:
         book: what is known of the clients.
         needs_loss: whether updates without a training loss are refused.
+        evaluation_notes: what of the clients' evaluation asked for last was not used, a line each.
     """
 
     def __init__(self, options: StrategyOptions, tasks: Sequence[str]) -> None:
         self.options = options
         self.tasks = tuple(tasks)
         self.needs_loss = False
+        self.evaluation_notes: tuple[str, ...] = ()
         self.book = ProfileBook(sharing_mode=options.sharing_mode)
         self._node_of: dict[str, int] = {}
         self._round: _Round | None = None
@@ -131,10 +152,12 @@ class MultiTaskStrategy(Strategy):
         self.book.enter(profiles.values())
         held = self._num_held(self.book.clients)
         if not held:
-            raise StrategyError(f"no client holds an example of any task ({', '.join(self.tasks)})")
+            text = f"no client holds an example of any task ({', '.join(self.tasks)})"
+            raise StrategyError("; ".join([text, *self._reasons()]))
         for task in self.tasks:
             if task not in held:
-                raise StrategyError(f"task {task!r}: no client holds an example of it")
+                text = f"task {task!r}: no client holds an example of it"
+                raise StrategyError("; ".join([text, *self._reasons(task)]))
 
     def summary(self) -> None:
         """Log what the strategy is made of."""
@@ -174,6 +197,7 @@ class MultiTaskStrategy(Strategy):
             transfers=transfers,
             assignment=assignment,
             notes=notes,
+            started_s=_clocks_s(),
         )
         return list(messages.values())
 
@@ -200,7 +224,7 @@ class MultiTaskStrategy(Strategy):
             try:
                 new.update(self.aggregate_task(server_round, task, updates, start))
             except TaskKeptError as fault:
-                kept.append(f"task {task!r}: weights stay: {fault}")
+                kept.append(f"task {task!r}: weights stay: {one_line(fault)}")
                 continue
             trained.add(task)
             metrics[f"{task}/num-examples"] = sum(update.num_examples for update in updates)
@@ -228,6 +252,7 @@ class MultiTaskStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each client that is there, with the arrays of its tasks; none unless asked for."""
+        self.evaluation_notes = ()
         if not self.options.client_evaluation:
             return []
         messages = []
@@ -237,9 +262,16 @@ class MultiTaskStrategy(Strategy):
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Means over clients of `<task>/<metric>`, weighted by `<task>/num-examples`."""
+        """Means over clients of `<task>/<metric>`, weighted by `<task>/num-examples`; see `evaluation_notes`."""
         name_of = {node: client for client, node in self._node_of.items()}
-        return average_metrics({name_of.get(reply.metadata.src_node_id, ""): reply for reply in replies}, self.tasks)
+        known: dict[str, Message] = {}
+        for reply in replies:
+            client = name_of.get(reply.metadata.src_node_id)
+            if client is not None:
+                known.setdefault(client, reply)
+        held = {client: self._tasks_of(client) for client in known}
+        metrics, self.evaluation_notes = average_metrics(known, self.tasks, held)
+        return metrics
 
     # ------------------------------------------------------------------------------------------------- private
 
@@ -255,6 +287,15 @@ class MultiTaskStrategy(Strategy):
             for task, number in self._tasks_of(client).items():
                 total[task] = total.get(task, 0) + number
         return total
+
+    def _reasons(self, about: str = "") -> list[str]:
+        """What the first clients say went wrong with their tasks, what mentions the task `about` first."""
+        said = [
+            f"client {client!r} says: {one_line(error)}"
+            for client in self.book.clients
+            for error in self.book.profile(client).errors
+        ]
+        return sorted(said, key=lambda line: about not in line)[:MAX_REASONS]
 
     def _present(self, grid: Grid) -> list[str]:
         """Names of the prepared clients that are connected and hold examples, in order."""
@@ -334,7 +375,8 @@ class MultiTaskStrategy(Strategy):
             else:
                 found[client] = reply
         checked: list[CheckedReply] = []
-        clock = None
+        clock = self._clock(current.plans)
+        max_seconds = current.seconds_since() if clock == MEASURED else checks.MAX_SECONDS
         for client, plan in sorted(current.plans.items()):
             if client not in found:
                 checked.append(checks.lost(plan))
@@ -345,11 +387,17 @@ class MultiTaskStrategy(Strategy):
                 current.arrays,
                 self._tasks_of(client),
                 clock=clock,
+                max_seconds=max_seconds,
+                batch_sizes={task.task: task.batch_size for task in self.book.profile(client).tasks},
                 needs_loss=self.needs_loss,
             )
-            clock = clock or (result.report.clock if result.report else None)
             checked.append(result)
-        return checked, strays
+        return without_outliers(checked, current.arrays), strays
+
+    def _clock(self, clients: Iterable[str]) -> str:
+        """The clock of most of these clients' profiles, so that no single one decides; measured among equals."""
+        clocks = [self.book.profile(client).clock for client in clients]
+        return VIRTUAL if 2 * clocks.count(VIRTUAL) > len(clocks) else MEASURED
 
     def _round_record(self, current: _Round, checked: Sequence[CheckedReply], more: Iterable[str]) -> RoundRecord:
         clients = {reply.client: reply.record for reply in checked}
@@ -363,5 +411,5 @@ class MultiTaskStrategy(Strategy):
             idle_fraction=idle_fraction(clients, makespan_s),
             clients=clients,
             refused=(*current.notes, *(line for reply in checked for line in reply.refused), *more),
-            clock=next((reply.report.clock for reply in checked if reply.report), MEASURED),
+            clock=self._clock(current.plans),
         )

@@ -7,8 +7,9 @@ import logging
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from gpu_runtime.contracts import ContractError, Profile, from_json
+from gpu_runtime.contracts import ContractError, Profile, one_line
 from strategies.options import StrategyError
+from strategies.profile_checks import read_profile, without_namesakes
 
 log = logging.getLogger("paceline.strategies")
 
@@ -25,16 +26,23 @@ def query_profiles(grid: Grid, timeout_s: float = TIMEOUT_S) -> dict[int, Profil
         Message(RecordDict({"config": ConfigRecord({"measure": True})}), dst_node_id=node, message_type="query.profile")
         for node in sorted(grid.get_node_ids())
     ]
-    profiles: dict[int, Profile] = {}
+    found: dict[int, Profile] = {}
+    left_out: list[str] = []
     for reply in grid.send_and_receive(messages, timeout=timeout_s):
         node = reply.metadata.src_node_id
         if reply.has_error():
-            log.warning("node %d takes no part: no profile: error %d", node, reply.error.code)
+            left_out.append(f"node {node} takes no part: no profile: error {reply.error.code}")
             continue
         try:
-            profiles[node] = from_json(Profile, str(reply.content.config_records["profile"]["json"]))
-        except (ContractError, KeyError) as error:
-            log.warning("node %d takes no part: no profile: %s", node, error)
+            found[node] = read_profile(reply)
+        except ContractError as error:
+            left_out.append(one_line(f"node {node} takes no part: {error}"))
+    profiles, notes = without_namesakes(found)
+    left_out += notes
+    for note in left_out:
+        log.warning("%s", note)
     if not profiles:
-        raise StrategyError(f"none of {len(messages)} nodes gave a profile within {timeout_s:g} s")
+        raise StrategyError(
+            "; ".join([f"none of {len(messages)} nodes gave a usable profile within {timeout_s:g} s", *left_out[:3]])
+        )
     return profiles

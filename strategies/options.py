@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from gpu_runtime.contracts import one_line
 from gpu_runtime.settings import describe_range, setting
 
 LOADS = ("auto", "proportional", "equal")
@@ -19,6 +20,11 @@ BELOW_ONE = 0.999999
 
 class StrategyError(ValueError):
     """A strategy that cannot be found, built or served; the text names the fault and the remedy."""
+
+
+def cannot_be_made(name: str, error: Exception) -> str:
+    """What to say of a user's strategy whose constructor raised `error`."""
+    return f"strategy.name {name!r} cannot be made: {one_line(error) or type(error).__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,9 @@ from gpu_runtime.contracts import Plan, Profile, TaskPlan, split_key
 from strategies.aggregation import is_parameter, other_arrays, weight_of
 from strategies.base import MultiTaskStrategy, TaskKeptError
 from strategies.load_assignment import ASSIGNERS, LoadAssigner
+from strategies.optimizer_state import is_finite, put_back, state_of
 from strategies.options import StrategyError, StrategyOptions
+from strategies.outliers import furthest
 from strategies.replies import NDArray, Update
 from strategies.stock import TRAIN_LOSS_KEY, StockRecipe
 from strategies.task_grid import TaskGrid
@@ -28,6 +30,10 @@ log = logging.getLogger("paceline.strategies")
 
 # The one value of a stock strategy's config that a plan has a place for.
 PROXIMAL_MU_KEY = "proximal-mu"
+
+
+class _OverflowError(TaskKeptError):
+    """Numbers that ran out of range."""
 
 
 class PerTask(MultiTaskStrategy):
@@ -90,18 +96,28 @@ class PerTask(MultiTaskStrategy):
         needed = self._recipe.min_replies(self.options)
         if len(updates) < needed:
             raise TaskKeptError(f"{self._recipe.name} needs at least {needed} usable replies, there are {len(updates)}")
-        replies = [self._slice(task, update) for update in updates]
-        try:
-            with _quiet_flower():
-                arrays, _ = self._strategies[task].aggregate_train(server_round, replies)
-        except Exception as error:  # whatever a strategy raises costs its task one round, not the run
-            raise TaskKeptError(f"{self._recipe.name}: {type(error).__name__}: {error}") from error
-        if arrays is None:
-            raise TaskKeptError(f"{self._recipe.name} gave no arrays for {len(updates)} replies")
+        strategy = self._strategies[task]
+        before = state_of(strategy)
         joined = other_arrays(updates, current, self.options.weighting)
-        for key, start in current.items():
-            if key not in joined:
-                joined[key] = _checked(arrays, key, start)
+        try:
+            with _quiet_flower(), np.errstate(over="ignore", invalid="ignore"):
+                arrays, _ = strategy.aggregate_train(server_round, [self._slice(task, update) for update in updates])
+            if arrays is None:
+                raise TaskKeptError(f"{self._recipe.name} gave no arrays for {len(updates)} replies")
+            for key, start in current.items():
+                if key not in joined:
+                    joined[key] = _checked(arrays, key, start)
+            if not is_finite(state_of(strategy), unless=before):
+                raise _OverflowError("the strategy's own state holds values that are not finite")
+        except _OverflowError as fault:
+            put_back(strategy, before)
+            raise TaskKeptError(f"{fault}; {furthest(updates, current)}") from None
+        except TaskKeptError:
+            put_back(strategy, before)
+            raise
+        except Exception as error:  # whatever a strategy raises costs its task one round, not the run
+            put_back(strategy, before)
+            raise TaskKeptError(f"{self._recipe.name}: {type(error).__name__}: {error}") from error
         return {key: joined[key] for key in current}
 
     def _configure(
@@ -159,9 +175,13 @@ def _checked(arrays: ArrayRecord, key: str, like: NDArray) -> NDArray:
     if value.shape != like.shape:
         raise TaskKeptError(f"the strategy gave array {key!r} shape {value.shape} instead of {like.shape}")
     if not np.isfinite(value).all():
-        raise TaskKeptError(f"the strategy gave array {key!r} values that are not finite")
+        raise _OverflowError(f"the strategy gave array {key!r} values that are not finite")
     # Server arithmetic with numpy scalars widens float32.
-    return np.asarray(value.astype(like.dtype))
+    with np.errstate(over="ignore"):
+        narrow = np.asarray(value.astype(like.dtype))
+    if not np.isfinite(narrow).all():
+        raise _OverflowError(f"the strategy gave array {key!r} values beyond {like.dtype}")
+    return narrow
 
 
 @contextmanager

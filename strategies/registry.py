@@ -1,6 +1,6 @@
 """Strategies by name: `arch-sync`, every stock Flower strategy that fits array messages, or the user's own class.
 
-Checking a name imports no strategy.
+Checking a registered name imports no strategy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from strategies.options import StrategyError, StrategyOptions
+from gpu_runtime.contracts import one_line
+from strategies.options import StrategyError, StrategyOptions, cannot_be_made
 
 if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
     from strategies.base import MultiTaskStrategy
 
 ARCH_SYNC = "arch-sync"
@@ -39,8 +42,11 @@ _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def check_name(name: str) -> None:
-    """Raises StrategyError, naming the nearest valid name, unless `name` is registered or a `package.module:Class`."""
-    if name in STRATEGIES or _CLASS_PATH.fullmatch(name):
+    """Raises StrategyError unless `name` is registered, or the `package.module:Class` of a strategy."""
+    if name in STRATEGIES:
+        return
+    if _CLASS_PATH.fullmatch(name):
+        _strategy_class(name)
         return
     close = difflib.get_close_matches(name.lower(), STRATEGIES, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -67,14 +73,30 @@ def build(options: StrategyOptions, tasks: Sequence[str]) -> MultiTaskStrategy:
         return ArchSync(options, tasks)
     from strategies.base import MultiTaskStrategy
     from strategies.per_task import PerTask
-    from strategies.stock import STOCK_RECIPES, recipe_of
+    from strategies.stock import STOCK_RECIPES, own_recipe
 
     if options.name in STOCK:
         return PerTask(options, tasks, STOCK_RECIPES[options.name])
-    found = _imported(options.name)
-    if isinstance(found, type) and issubclass(found, MultiTaskStrategy):
-        return found(options, tasks)
-    return PerTask(options, tasks, recipe_of(options.name, found))
+    found = _strategy_class(options.name)
+    if issubclass(found, MultiTaskStrategy):
+        try:
+            return found(options, tasks)
+        except StrategyError:
+            raise
+        except Exception as error:  # the user's constructor may fail in any way
+            raise StrategyError(cannot_be_made(options.name, error)) from error
+    return PerTask(options, tasks, own_recipe(options.name, found))
+
+
+def _strategy_class(path: str) -> type[Strategy]:
+    from flwr.serverapp.strategy import Strategy
+
+    found = _imported(path)
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise StrategyError(f"strategy.name {path!r} is no class derived from flwr.serverapp.strategy.Strategy")
+    if found.__abstractmethods__:
+        raise StrategyError(f"strategy.name {path!r} does not implement {', '.join(sorted(found.__abstractmethods__))}")
+    return found
 
 
 def _imported(path: str) -> object:
@@ -82,7 +104,7 @@ def _imported(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may fail in any way
-        raise StrategyError(f"strategy.name {path!r}: cannot import {module_name}: {error}") from error
+        raise StrategyError(f"strategy.name {path!r}: cannot import {module_name}: {one_line(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:
         close = difflib.get_close_matches(class_name, dir(module), n=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,17 @@ from gpu_runtime.contracts import (
     TaskReport,
     array_key,
     from_json,
+    one_line,
 )
 from strategies.error_reply import error_line
 from strategies.records import LOST, PARTIAL, REFUSED, ClientRecord, ClientTaskRecord
 
 NDArray = npt.NDArray[np.generic]
+
+# Of a round on the virtual clock: 30 years. On the measured one the server knows better.
+MAX_SECONDS = 1e9
+MAX_LOSS = 1e15
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ class _RefusedError(Exception):
     """Why a reply or a task of it is not used; `outcome` is what the record says."""
 
     def __init__(self, text: str, outcome: str = REFUSED) -> None:
-        super().__init__(text)
+        super().__init__(one_line(text))
         self.outcome = outcome
 
 
@@ -70,7 +77,9 @@ def check(
     current: Mapping[str, NDArray],
     num_held: Mapping[str, int],
     *,
-    clock: str | None = None,
+    clock: str,
+    max_seconds: float = MAX_SECONDS,
+    batch_sizes: Mapping[str, int] = NO_SIZES,
     needs_loss: bool = False,
 ) -> CheckedReply:
     """Check `reply` against its plan and the arrays the server sent.
@@ -80,14 +89,16 @@ def check(
         plan: what the client was told to do.
         current: the server's arrays by key, whose keys, shapes and types a reply must have.
         num_held: examples of each task the client holds.
-        clock: the clock that all reports of the round must use, where already known.
+        clock: the clock that all reports of the round must use.
+        max_seconds: what the round can have taken at most.
+        batch_sizes: examples of a step of each task, where the plan does not say; a task in neither may take any.
         needs_loss: whether aggregation needs each task's training loss.
 
     Returns:
         The accepted updates, and one line for every task or reply refused. Never raises for a bad reply.
     """
     try:
-        report = _report(reply, plan, clock)
+        report = _report(reply, plan, clock, max_seconds)
         arrays = reply.content.get("arrays")
         if not isinstance(arrays, ArrayRecord):
             raise _RefusedError("reply without ArrayRecord 'arrays'")
@@ -99,9 +110,11 @@ def check(
     for task_plan in plan.tasks:
         entry = None
         try:
-            entry = _task_report(report, task_plan)
-            if needs_loss and (entry.mean_loss is None or entry.mean_loss < 0):
-                raise _RefusedError(f"the strategy needs its mean training loss, at least 0, not {entry.mean_loss}")
+            entry = _task_report(report, task_plan, max_seconds, batch_sizes)
+            if needs_loss and not (entry.mean_loss is not None and 0 <= entry.mean_loss <= MAX_LOSS):
+                raise _RefusedError(
+                    f"the strategy needs its mean training loss, from 0 to {MAX_LOSS:g}, not {entry.mean_loss}"
+                )
             update = Update(
                 client=plan.client,
                 task=task_plan.task,
@@ -117,12 +130,11 @@ def check(
         else:
             updates.append(update)
             tasks[task_plan.task] = _task_record(task_plan, entry, entry.outcome, "")
-    outcomes = {task.outcome for task in tasks.values()}
     return CheckedReply(
         client=plan.client,
         record=ClientRecord(
             busy_s=report.seconds,
-            outcome=outcomes.pop() if len(outcomes) == 1 else PARTIAL,
+            outcome=_outcome(tasks),
             error="; ".join(refused),
             tasks=tasks,
         ),
@@ -130,6 +142,24 @@ def check(
         updates=tuple(updates),
         refused=tuple(refused),
     )
+
+
+def refuse_task(reply: CheckedReply, task: str, text: str) -> CheckedReply:
+    """`reply` without its update of `task`, which its record then calls refused because of `text`."""
+    line = f"client {reply.client!r}, task {task!r}: {text}"
+    tasks = {**reply.record.tasks, task: replace(reply.record.tasks[task], examples=0, outcome=REFUSED, error=text)}
+    refused = (*reply.refused, line)
+    return replace(
+        reply,
+        record=replace(reply.record, outcome=_outcome(tasks), error="; ".join(refused), tasks=tasks),
+        updates=tuple(update for update in reply.updates if update.task != task),
+        refused=refused,
+    )
+
+
+def _outcome(tasks: Mapping[str, ClientTaskRecord]) -> str:
+    outcomes = {task.outcome for task in tasks.values()}
+    return outcomes.pop() if len(outcomes) == 1 else PARTIAL
 
 
 def _refuse(plan: Plan, text: str, outcome: str) -> CheckedReply:
@@ -155,7 +185,7 @@ def _task_record(plan: TaskPlan, entry: TaskReport | None, outcome: str, error: 
     )
 
 
-def _report(reply: Message, plan: Plan, clock: str | None) -> Report:
+def _report(reply: Message, plan: Plan, clock: str, max_seconds: float) -> Report:
     if reply.has_error():
         raise _RefusedError(f"error reply: {error_line(reply)}", FAILED)
     record = reply.content.get("report")
@@ -170,14 +200,18 @@ def _report(reply: Message, plan: Plan, clock: str | None) -> Report:
     for name, value in expected:
         if getattr(report, name) != value:
             raise _RefusedError(f"report has {name} {getattr(report, name)!r} where {value!r} was asked")
-    if report.seconds < 0:
-        raise _RefusedError(f"report has negative seconds {report.seconds:g}")
-    if clock is not None and report.clock != clock:
+    if report.clock != clock:
         raise _RefusedError(f"report is in {report.clock} seconds, others of this round in {clock} seconds")
+    _check_seconds(report.seconds, max_seconds)
     return report
 
 
-def _task_report(report: Report, plan: TaskPlan) -> TaskReport:
+def _check_seconds(seconds: float, max_seconds: float) -> None:
+    if not 0 <= seconds <= max_seconds:
+        raise _RefusedError(f"reports {seconds:g} seconds where 0 to {max_seconds:g} can have passed")
+
+
+def _task_report(report: Report, plan: TaskPlan, max_seconds: float, batch_sizes: Mapping[str, int]) -> TaskReport:
     entries = [entry for entry in report.tasks if entry.task == plan.task]
     if len(entries) != 1:
         raise _RefusedError(f"report has {len(entries)} entries for it instead of one")
@@ -190,10 +224,13 @@ def _task_report(report: Report, plan: TaskPlan) -> TaskReport:
         raise _RefusedError(f"unknown outcome {entry.outcome!r}")
     if not 0 < entry.num_examples <= plan.num_examples:
         raise _RefusedError(f"reports {entry.num_examples} examples where 1 to {plan.num_examples} were planned")
-    if entry.num_steps <= 0:
-        raise _RefusedError(f"reports {entry.num_steps} steps")
-    if entry.seconds < 0:
-        raise _RefusedError(f"reports negative seconds {entry.seconds:g}")
+    batch_size = plan.batch_size or batch_sizes.get(plan.task, entry.num_examples)
+    least = -(-entry.num_examples // batch_size)
+    if not least <= entry.num_steps <= entry.num_examples:
+        raise _RefusedError(
+            f"reports {entry.num_steps} steps where {least} to {entry.num_examples} train {entry.num_examples} examples"
+        )
+    _check_seconds(entry.seconds, max_seconds)
     return entry
 
 
@@ -225,4 +262,6 @@ def _array(array: Array, key: str, like: NDArray) -> NDArray:
 def _stray(plan: Plan, arrays: ArrayRecord) -> str:
     planned = {task.task for task in plan.tasks}
     strays = sorted(key for key in arrays if key.partition("/")[0] not in planned)
-    return f"client {plan.client!r}: array {strays[0]!r} belongs to no planned task; ignored" if strays else ""
+    if not strays:
+        return ""
+    return one_line(f"client {plan.client!r}: array {strays[0]!r} belongs to no planned task; ignored")

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from strategies.options import StrategyError, StrategyOptions
+from strategies.options import StrategyError, StrategyOptions, cannot_be_made
 
 # The view of a task holds exactly the clients to train, so that a stock strategy takes all and waits for none.
 TAKE_ALL: Mapping[str, Any] = {
@@ -101,20 +101,14 @@ _RECIPES = (
 STOCK_RECIPES: Mapping[str, StockRecipe] = {recipe.name: recipe for recipe in _RECIPES}
 
 
-def recipe_of(name: str, found: object) -> StockRecipe:
-    """A recipe for a user's own Flower strategy.
-
-    Raises:
-        StrategyError: `found` is no class of a Flower strategy, or cannot be made without further arguments.
-    """
-    if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise StrategyError(f"strategy.name {name!r} is no class derived from flwr.serverapp.strategy.Strategy")
+def own_recipe(name: str, found: type[Strategy]) -> StockRecipe:
+    """A recipe for a user's own Flower strategy. Its `build` raises StrategyError where that needs more arguments."""
     arguments = TAKE_ALL if issubclass(found, FedAvg) else {}
 
     def build(options: StrategyOptions) -> Strategy:
         try:
             return found(**arguments)
         except Exception as error:  # the user's constructor may fail in any way
-            raise StrategyError(f"strategy.name {name!r} cannot be made: {error}") from error
+            raise StrategyError(cannot_be_made(name, error)) from error
 
     return StockRecipe(name=name, build=build)

@@ -25,6 +25,7 @@ from gpu_runtime.contracts import (
     array_key,
     from_json,
     from_mapping,
+    one_line,
     split_key,
     to_json,
 )
@@ -63,7 +64,9 @@ def _changed(**changes: Any) -> str:
         (_changed(tasks={}), "Plan.tasks must be a list"),
         (_changed(tasks=[{"task": "digits"}]), r"Plan.tasks\[0\] lacks \['num_examples'\]"),
         (_changed(tasks=["digits"]), r"Plan.tasks\[0\] must be an object"),
-        (_changed().replace('"seed": 1', '"seed": NaN'), "numbers must be finite"),
+        (_changed().replace('"seed": 1', '"seed": NaN'), "Plan.seed must be int, not nan"),
+        (_changed().replace('"share": 0.5', '"share": NaN'), r"Plan.tasks\[0\].share must be finite, not nan"),
+        (_changed().replace('"seed": 1', '"seed": ' + "9" * 5000), "Plan is not JSON: Exceeds the limit"),
         (_changed().replace('"share": 0.5', '"share": 1e999'), "must be finite"),
         ("[" * 100_000, "is not JSON"),
     ],
@@ -91,6 +94,23 @@ def test_missing_key_is_named() -> None:
 def test_numbers_that_are_not_finite_are_not_written() -> None:
     with pytest.raises(ContractError, match="not finite"):
         to_json(dataclasses.replace(PLAN, deadline_s=float("inf")))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("plain", "plain"),
+        ("  two\r\nlines\t here ", "two lines here"),
+        ("\x1b[1;31mred\x1b[0m and \x1b]0;title\x07bell", "red and bell"),
+        ("nul\x00 back\x08space \x9b31m", "nul back space 31m"),
+        ("\u202eright to left\u2028line", "right to left line"),
+        ("x" * 301, "x" * 297 + "..."),
+        ("", ""),
+    ],
+)
+def test_one_line(text: str, line: str) -> None:
+    assert one_line(text) == line
+    assert one_line(text).isprintable()
 
 
 def test_array_keys() -> None:

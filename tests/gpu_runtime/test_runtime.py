@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runtime_fakes import Pictures, build, hold, plan_of, start_arrays
+from runtime_fakes import Accuracy, Pictures, Rows, build, hold, plan_of, start_arrays
 
 from gpu_runtime.contracts import (
     CANCELLED,
@@ -264,6 +264,13 @@ def test_a_measured_profile() -> None:
     assert from_json(Profile, to_json(profile)) == profile
 
 
+@pytest.mark.parametrize("backend", ["streams", "green"])
+def test_a_backend_that_cannot_work_here_is_told_in_the_profile(backend: str) -> None:
+    profile = runtime(backend=backend).profile("a", hold("rows"))
+    assert profile.tasks == ()
+    assert profile.errors == (f"sharing backend '{backend}' cannot be used: torch.cuda.is_available() is false",)
+
+
 def test_training_after_profiling_uses_the_costs() -> None:
     made = runtime()
     made.profile("a", hold(*REFS))
@@ -300,6 +307,44 @@ def test_evaluation_that_fails_tells_which_and_keeps_the_rest() -> None:
     with pytest.raises(EvaluationError, match="failed for rows: StateError: arrays hold 'extra'") as caught:
         runtime().evaluate(arrays, hold("rows", "pictures"))
     assert caught.value.results.keys() == {"pictures"}
+
+
+@pytest.mark.parametrize(
+    ("computed", "words"),
+    [
+        ({"accuracy": torch.zeros(2)}, "metric 'accuracy' must be a number, not tensor"),
+        ({"accuracy": "good"}, "metric 'accuracy' must be a number, not 'good'"),
+        ({"accuracy": None}, "metric 'accuracy' must be a number, not None"),
+        ([0.5], r"metrics\(\).compute\(\) must return a dict, not list"),
+        (ZeroDivisionError("no\nboxes"), "ZeroDivisionError: no"),
+    ],
+    ids=["two-elements", "text", "none", "list", "raises"],
+)
+def test_metrics_that_are_no_numbers_cost_their_task_only(
+    computed: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(Accuracy):
+        def compute(self) -> Any:
+            if isinstance(computed, Exception):
+                raise computed
+            return computed
+
+    monkeypatch.setattr(Rows, "metrics", lambda self: Odd())
+    with pytest.raises(EvaluationError, match=words) as caught:
+        runtime().evaluate(start_arrays("rows", "pictures"), hold("rows", "pictures"))
+    assert caught.value.faults.keys() == {"rows"}
+    assert caught.value.results.keys() == {"pictures"}
+
+
+def test_a_task_that_cannot_be_built_for_evaluation_is_named_by_its_reference() -> None:
+    with pytest.raises(EvaluationError) as caught:
+        runtime().evaluate(start_arrays("rows"), hold("rows", "nothing"))
+    assert caught.value.faults == {"nothing": "ValueError: there is no task 'nothing'"}
+
+
+def test_evaluation_of_the_first_examples_only() -> None:
+    results = runtime().evaluate(start_arrays("rows", "pictures"), hold("rows", "pictures"), max_examples=7)
+    assert {result["num-examples"] for result in results.values()} == {7}
 
 
 def test_evaluation_of_an_unknown_split() -> None:

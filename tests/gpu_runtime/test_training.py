@@ -297,7 +297,8 @@ def test_evaluation_by_hand(kind: type[Pictures]) -> None:
     work = TaskEvaluation(workload=workload, arrays=arrays, examples=workload.train_examples(), device=CPU)
     while not work.finished:
         work.step()
-    result = work.results()
+    work.finish()
+    result = work.results
     assert result["num-examples"] == 50
     assert result["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
     assert result["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)), rel=1e-4)

@@ -70,6 +70,7 @@ def test_all_faults_are_reported_together() -> None:
         ({"tasks": "digits,digits"}, "digits"),
         ({"tasks": "no_such_pkg.task:Task"}, "no_such_pkg"),
         ({"strategy__min_load": 0.5, "strategy__max_load": 0.2}, "strategy.min-load"),
+        ({"strategy__name": "os:path"}, "strategy.name 'os:path' is no class derived from"),
         ({"task_options": "digits.lr=3"}, "task-options"),
         ({"task_options": "digitz.learning-rate=0.1"}, "no task 'digitz' (did you mean 'digits'?)"),
         ({"task_options": "digits.learning-rate=-1"}, "task-options"),

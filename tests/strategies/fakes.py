@@ -91,7 +91,7 @@ class FakeClient:
         costs = {task.task: task.cost for task in self.profile.tasks}
         end_s = 0.0
         for entry in plan.tasks:
-            steps = -(-entry.num_examples // 8)
+            steps = -(-entry.num_examples // (entry.batch_size or 8))
             self._steps(plan, entry, steps, arrays)
             known = costs[entry.task]
             end_s += (known.solo_cost_s if known else 0.01) * entry.num_examples

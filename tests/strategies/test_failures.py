@@ -73,8 +73,13 @@ TASK_FAULTS: list[tuple[Bend, str]] = [
     (task_bent("red", outcome="dreamt"), "unknown outcome 'dreamt'"),
     (task_bent("red", num_examples=0), "reports 0 examples where 1 to"),
     (task_bent("red", num_examples=10**6), "reports 1000000 examples where 1 to"),
-    (task_bent("red", num_steps=0), "reports 0 steps"),
-    (task_bent("red", seconds=-1.0), "reports negative seconds -1"),
+    (task_bent("red", num_steps=0), "reports 0 steps where"),
+    (task_bent("red", num_steps=1), "reports 1 steps where"),
+    (task_bent("red", num_steps=10**18), "reports 1000000000000000000 steps where"),
+    (task_bent("red", seconds=-1.0), "reports -1 seconds where 0 to 1e+09 can have passed"),
+    (task_bent("red", seconds=1e300), "reports 1e+300 seconds where 0 to 1e+09 can have passed"),
+    (task_bent("red", outcome="failed", error="\x1b[31mout\nof\x00memory\r\x1b[0m"), "failed: out of memory"),
+    (task_bent("red", outcome="failed", error="x" * 10**6), "failed: " + 289 * "x" + "..."),
     (task_bent("red", task="rad"), "report has 0 entries for it instead of one"),
 ]  # fmt: skip
 
@@ -112,7 +117,9 @@ REPLY_FAULTS: list[tuple[Bend | None, Callable[[RecordDict], RecordDict] | None,
     (report_bent(server_round=7), None, "report has server_round 7 where 1 was asked"),
     (report_bent(attempt=3), None, "report has attempt 3 where 0 was asked"),
     (report_bent(client="eve"), None, "report has client 'eve' where 'ada' was asked"),
-    (report_bent(seconds=-1.0), None, "report has negative seconds -1"),
+    (report_bent(seconds=-1.0), None, "reports -1 seconds where 0 to 1e+09 can have passed"),
+    (report_bent(seconds=1e300), None, "reports 1e+300 seconds where 0 to 1e+09 can have passed"),
+    (report_bent(clock="sun\ndial"), None, "report is in sun dial seconds, others of this round in virtual seconds"),
 ]
 
 
@@ -184,7 +191,7 @@ def test_no_reply_for_one_task_keeps_its_weights() -> None:
 
 def test_a_cancelled_task_counts_for_what_it_trained() -> None:
     game = new_game()
-    game.fleet[ADA].bend = task_bent("red", outcome="cancelled", num_examples=3)
+    game.fleet[ADA].bend = task_bent("red", outcome="cancelled", num_examples=3, num_steps=1)
     record = game.play(1)
     assert record.refused == ()
     assert record.clients["ada"].tasks["red"].outcome == "cancelled"
@@ -245,3 +252,43 @@ def test_qfedavg_refuses_only_updates_without_a_loss() -> None:
 def test_fakes_train_what_they_are_told() -> None:
     """The fleet these tests stand on: names in order, as `ADA` expects."""
     assert [client.profile.client for client in fake_fleet()] == ["ada", "bob", "cyd", "dan"]
+
+
+def test_no_single_client_decides_on_the_clock() -> None:
+    game = new_game()
+    game.fleet[ADA].bend = report_bent(clock="measured")  # the first by name
+    record = game.play(1)
+    assert record.refused == ("client 'ada': report is in measured seconds, others of this round in virtual seconds",)
+    assert {record.clients[name].outcome for name in ("bob", "cyd", "dan")} == {"trained"}
+    assert record.clock == "virtual"
+
+
+def test_measured_seconds_are_no_more_than_have_passed() -> None:
+    fleet = fake_fleet()
+    for client in fleet:
+        client.profile = replace(client.profile, clock="measured")
+        client.bend = lambda plan, arrays, report: (
+            arrays,
+            replace(report, seconds=0.5, tasks=tuple(replace(task, seconds=0.5) for task in report.tasks)),
+        )
+    fleet[ADA].bend = report_bent(seconds=1e5)
+    record = new_game(fleet=fleet).play(1)
+    assert len(record.refused) == 1
+    assert record.refused[0].startswith("client 'ada': reports 100000 seconds where 0 to ")
+    assert record.makespan_s == 0.5
+
+
+def test_error_replies_and_keys_are_one_short_line() -> None:
+    def garble(content: RecordDict) -> RecordDict:
+        arrays = dict(content.array_records["arrays"])
+        arrays["pink/" + "\n\x1b[31m" * 10_000] = arrays["red/w"]
+        return RecordDict({**content, "arrays": ArrayRecord(arrays)})
+
+    game = new_game()
+    game.fleet[ADA].wrap = garble
+    game.fleet[1].wrap = other_report('{"schema": 1, "kind": "Report", "' + "\\u001b[2J" * 9999 + '": 1}')
+    record = game.play(1)
+    assert len(record.refused) == 2
+    for line in record.refused:
+        assert line.isprintable()
+        assert len(line) < 400

@@ -41,6 +41,31 @@ def test_unknown_names_get_the_nearest(name: str, text: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("os:path", "strategy.name 'os:path' is no class derived from flwr.serverapp.strategy.Strategy"),
+        ("os:getcwd", "strategy.name 'os:getcwd' is no class derived from"),
+        (f"{OWN}:NoStrategy", f"strategy.name '{OWN}:NoStrategy' is no class derived from"),
+        ("os:pth", "strategy.name 'os:pth': os has no pth"),
+        ("no_such_module:X", "strategy.name 'no_such_module:X': cannot import no_such_module"),
+        ("flwr.serverapp.strategy:Strategy", "strategy.name 'flwr.serverapp.strategy:Strategy' does not implement"),
+    ],
+)
+def test_what_is_no_strategy_is_refused_with_the_options(name: str, text: str) -> None:
+    (fault,) = StrategyOptions(name=name).faults()
+    assert fault.startswith(text)
+    assert fault.isprintable()
+    assert StrategyOptions(name=f"{OWN}:MyMedian").faults() == []
+
+
+@pytest.mark.parametrize("name", ["NeedsMore", "OwnNeedsMore"])
+def test_a_strategy_that_cannot_be_made_is_said_in_one_line(name: str) -> None:
+    with pytest.raises(StrategyError, match=f"strategy.name '{OWN}:{name}' cannot be made: .*flavour") as caught:
+        build(StrategyOptions(name=f"{OWN}:{name}"), ["blue"])
+    assert str(caught.value).isprintable()
+
+
 def test_names_are_checked_without_importing_flower() -> None:
     code = (
         "import sys; from strategies.options import StrategyOptions; from strategies import registry; "
