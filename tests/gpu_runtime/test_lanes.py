@@ -117,7 +117,7 @@ def test_choice(backend: str, mode: str, device: Device, chosen: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "device", "complaint"),
     [
-        ("marble", CPU, "unknown sharing backend 'marble'; there are auto, sequential, cpu, streams, green"),
+        ("marble", CPU, "unknown sharing backend 'marble'; there are auto, sequential, cpu, processes, streams, green"),
         ("green", CPU, r"'green' cannot be used: torch.cuda.is_available\(\) is false"),
         ("mps", CPU, "'mps' cannot be used: it bounds whole processes"),
         ("streams", CPU, r"'streams' cannot be used: torch.cuda.is_available\(\) is false"),

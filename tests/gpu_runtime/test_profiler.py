@@ -88,17 +88,19 @@ def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(profiler, "measure", fake)
     first = Profiler()
-    assert first.cost(Rows("a"), CPU) == COST
-    assert first.cost(Rows("b"), CPU) == COST
-    assert Profiler().cost(Rows("c"), CPU) == COST
+    for repeat in (first, first, Profiler()):
+        assert repeat.cost(Rows("a"), CPU) == COST
     assert measured == ["a"]
-    # Another architecture, number of cores or batch size is another cost.
-    Profiler().cost(Normed("d"), CPU)
-    Profiler().cost(Rows("e"), Device(name="test", kind="cpu", num_cores=1))
-    larger = Rows("f")
+    # Another task, architecture, number of cores, batch size or code is another cost.
+    Profiler().cost(Rows("b"), CPU)
+    Profiler().cost(Normed("a"), CPU)
+    Profiler().cost(Rows("a"), Device(name="test", kind="cpu", num_cores=1))
+    larger = Rows("a")
     larger.batch_size = 9
     Profiler().cost(larger, CPU)
-    assert measured == ["a", "d", "e", "f"]
+    monkeypatch.setattr(profiler, "code_hash", lambda workload: "edited")
+    Profiler().cost(Rows("a"), CPU)
+    assert measured == ["a", "b", "a", "a", "a", "a"]
 
 
 def test_architectures_hash_by_modules_and_shapes() -> None:
