@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,3 +214,28 @@ def _pictures(count: int, seed: int) -> Examples:
     targets = torch.randint(0, 3, (count,), generator=generator)
     inputs = 0.5 * torch.randn(count, 1, 8, 8, generator=generator) + targets.float().reshape(-1, 1, 1, 1)
     return Examples(inputs, targets)
+
+
+class Slow(Pictures):
+    """Each step takes a twentieth of a second."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return super().loss(outputs, targets)
+
+
+class Dying(Pictures):
+    """Kills its process in the first step."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(outputs, targets)
+
+
+class Staying(Pictures):
+    """May not move."""
+
+    movable = False
+
+
+KINDS |= {"slow": Slow, "dying": Dying, "staying": Staying}
