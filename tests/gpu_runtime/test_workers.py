@@ -1,4 +1,4 @@
-"""Process lanes with real workers: the same weights as threads, faults that stay where they are, nothing left behind."""
+"""Process lanes with real workers: weights as of threads, faults that stay where they are, nothing left behind."""
 
 from __future__ import annotations
 
