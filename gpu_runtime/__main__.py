@@ -80,7 +80,8 @@ def doctor(options: argparse.Namespace) -> int:
     backends = {name: backend.unavailable(device) for name, backend in BACKENDS.items()} | NOT_MADE
     for name, reason in backends.items():
         state = f"not available: {reason}" if reason else f"available, bounds {BACKENDS[name].bounds}"
-        print(f"backend   {name}: {state}{' (auto)' if name == chosen else ''}")
+        print(f"backend   {name}: {state}{' (until measured)' if name == chosen else ''}")
+    print("backend   auto: measures which of these serves the tasks of a client best, when it is asked for its profile")
     _write_json(options.json, {"device": asdict(device), "nvml": asdict(nvml), "unavailable": backends, "auto": chosen})
     return 0
 
