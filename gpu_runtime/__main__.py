@@ -66,7 +66,7 @@ def profile(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Say what the device is and which backends work on it."""
     from gpu_runtime.device import CUDA, discover, read_nvml
-    from gpu_runtime.lanes import BACKENDS, NOT_MADE, choose
+    from gpu_runtime.lanes import BACKENDS, choose
 
     device = discover(options.cores)
     chosen = choose("auto", "competitive", device).name
@@ -77,7 +77,7 @@ def doctor(options: argparse.Namespace) -> int:
     nvml = read_nvml(device.index)
     known = ", ".join(f"{name} {value}" for name, value in asdict(nvml).items() if value is not None)
     print(f"nvml      {known or 'nothing can be read'}")
-    backends = {name: backend.unavailable(device) for name, backend in BACKENDS.items()} | NOT_MADE
+    backends = {name: backend.unavailable(device) for name, backend in BACKENDS.items()}
     for name, reason in backends.items():
         state = f"not available: {reason}" if reason else f"available, bounds {BACKENDS[name].bounds}"
         print(f"backend   {name}: {state}{' (until measured)' if name == chosen else ''}")

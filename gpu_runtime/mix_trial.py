@@ -145,8 +145,8 @@ class MixTrials:
         """Seconds for so many steps of each task; None where this backend cannot do it."""
         try:
             backend = self._make(name)
-            remote = isinstance(backend, ProcessBackend)
-            works = [_trial(task, steps[index], device, remote=remote) for index, task in enumerate(tasks)]
+            backend.start(len(tasks))
+            works = [_trial(task, steps[index], device, remote=backend.remote) for index, task in enumerate(tasks)]
             loads = [
                 TaskLoad(
                     task=work.task,
@@ -189,7 +189,13 @@ def _trial(task: MixTask, num_steps: int, device: Device, *, remote: bool) -> Wo
         arrays = {name: value.numpy() for name, value in workload.build_model().state_dict().items()}
     if remote:
         return RemoteTraining(
-            held=task.held, workload=workload, plan=plan, arrays=arrays, origin=ORIGIN, synthetic=True
+            held=task.held,
+            workload=workload,
+            plan=plan,
+            arrays=arrays,
+            origin=ORIGIN,
+            device=device.torch_device,
+            synthetic=True,
         )
     return TaskTraining(
         workload=SyntheticExamples(workload),

@@ -65,6 +65,11 @@ class MpsDaemon:
     ) -> None:
         self.stop()
 
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has succeeded and `stop` has not been called since."""
+        return self._daemon is not None
+
     def start(self) -> None:
         """Start the daemon and wait until it answers.
 

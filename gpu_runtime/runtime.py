@@ -33,7 +33,7 @@ from gpu_runtime.device_memory import PeakMemory
 from gpu_runtime.evaluation import FirstExamples, TaskEvaluation
 from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
-from gpu_runtime.lanes.cpu import CpuBackend
+from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.mix_trial import MixTask, MixTrials
 from gpu_runtime.profiler import Profiler
@@ -190,7 +190,7 @@ class EmbeddedRuntime(Runtime):
             _import_optimizers()
             backend, notes = self._backend(plan)
             started_at_s, origin_s = time.time(), time.perf_counter()
-            trainings, refused = self._trainings(plan, arrays, held, remote=isinstance(backend, ProcessBackend))
+            trainings, refused = self._trainings(plan, arrays, held, remote=backend.remote)
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
             peak = PeakMemory(self.device)
@@ -296,20 +296,19 @@ class EmbeddedRuntime(Runtime):
             result = self._mixes.known([task.task for task in plan.tasks])
             name = result.best if result is not None else AUTO
         backend = choose(name, plan.sharing_mode, self.device, self._workers)
-        if not isinstance(backend, ProcessBackend):
-            return backend, ()
         try:
             backend.start(len(plan.tasks))
         except BackendError as error:
-            if self._sharing.backend != AUTO:
+            if self._sharing.backend not in (AUTO, MpsBackend.name):
                 raise
-            return choose(CpuBackend.name, plan.sharing_mode, self.device), (f"threads instead of processes: {error}",)
+            instead = choose(AUTO, plan.sharing_mode, self.device)
+            return instead, (f"{instead.name} instead of {name} for this round: {error}",)
         return backend, ()
 
     @property
     def _evaluation_backend(self) -> str:
         """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
-        return CpuBackend.name if self._sharing.backend == ProcessBackend.name else self._sharing.backend
+        return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
 
     def _trainings(
         self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, remote: bool
@@ -344,6 +343,7 @@ class EmbeddedRuntime(Runtime):
                         plan=task,
                         arrays=by_task[task.task],
                         origin=origin,
+                        device=self.device.torch_device,
                     )
                     if remote
                     else TaskTraining(

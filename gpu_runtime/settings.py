@@ -16,7 +16,7 @@ from typing import Any
 from gpu_runtime.contracts import SHARING_MODES
 
 Scalar = bool | int | float | str
-BACKENDS = ("auto", "cpu", "processes", "streams", "green")
+BACKENDS = ("auto", "cpu", "processes", "streams", "green", "mps")
 
 
 class SettingsError(ValueError):

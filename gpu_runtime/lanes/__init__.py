@@ -6,20 +6,20 @@ from gpu_runtime.device import CUDA, Device
 from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions, PartitionBackend
 from gpu_runtime.lanes.cpu import CpuBackend
 from gpu_runtime.lanes.green import GreenBackend
+from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.lanes.streams import StreamsBackend
 from gpu_runtime.workers.pool import WorkerPool
 
 BACKENDS: dict[str, type[PartitionBackend]] = {
-    backend.name: backend for backend in (SequentialBackend, CpuBackend, ProcessBackend, StreamsBackend, GreenBackend)
+    backend.name: backend
+    for backend in (SequentialBackend, CpuBackend, ProcessBackend, StreamsBackend, GreenBackend, MpsBackend)
 }
-# Backends that one may look for here, and why there are none.
-NOT_MADE = {"mps": "it bounds whole processes, and lanes are threads of one process: there are no process lanes yet"}
 
 AUTO = "auto"
 
-__all__ = ["AUTO", "BACKENDS", "NOT_MADE", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
+__all__ = ["AUTO", "BACKENDS", "BackendError", "Lane", "LaneOptions", "PartitionBackend", "choose"]
 
 
 def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = None) -> PartitionBackend:
@@ -29,7 +29,7 @@ def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = No
         backend: as in `sharing.backend`.
         mode: of sharing.
         device: where.
-        pool: workers for process lanes; without one they cannot train.
+        pool: workers for `processes` and `mps`; without one they cannot train.
 
     Raises:
         BackendError: an unknown backend, or one that cannot work on this device.
@@ -38,15 +38,14 @@ def choose(backend: str, mode: str, device: Device, pool: WorkerPool | None = No
         return SequentialBackend(device)
     if backend == AUTO:
         backend = StreamsBackend.name if device.kind == CUDA else CpuBackend.name
-    if backend in NOT_MADE:
-        raise BackendError(f"sharing backend {backend!r} cannot be used: {NOT_MADE[backend]}")
     if backend not in BACKENDS:
         raise BackendError(f"unknown sharing backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[backend].unavailable(device)
     if reason:
         raise BackendError(f"sharing backend {backend!r} cannot be used: {reason}")
-    if backend == ProcessBackend.name:
-        if pool is not None and pool.unavailable:
-            raise BackendError(f"sharing backend {backend!r} cannot be used: {pool.unavailable}")
-        return ProcessBackend(device, pool)
+    for kind in (ProcessBackend, MpsBackend):
+        if backend == kind.name:
+            if pool is not None and pool.unavailable:
+                raise BackendError(f"sharing backend {backend!r} cannot be used: {pool.unavailable}")
+            return kind(device, pool)
     return BACKENDS[backend](device)

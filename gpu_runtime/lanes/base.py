@@ -98,6 +98,7 @@ class PartitionBackend(ABC):
         name: as in `sharing.backend`.
         in_order: tasks run one after another in the order of the plan, not interleaved.
         bounds: what a share bounds here, for people: "compute", "nothing", ...
+        remote: its lanes train in other processes, and run only `RemoteTraining` there.
         quantum_s: shorter steps are granted several at a time, about so many seconds of them.
     """
 
@@ -105,6 +106,7 @@ class PartitionBackend(ABC):
     in_order: bool = False
     bounds: str = "nothing"
     quantum_s: float = 0.005
+    remote: bool = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -127,6 +129,13 @@ class PartitionBackend(ABC):
     @abstractmethod
     def lanes(self, loads: Sequence[TaskLoad], options: LaneOptions) -> tuple[Lane, ...]:
         """New lanes for these tasks, at least one."""
+
+    def start(self, num_tasks: int) -> None:  # noqa: B027 - most backends have nothing to start
+        """Called before anything is timed: have ready what so many tasks need.
+
+        Raises:
+            BackendError: it cannot be had.
+        """
 
     def notes(self, options: LaneOptions) -> tuple[str, ...]:
         """What of `options` could not be had, and what was given instead, in words for the report.

@@ -50,6 +50,7 @@ class ProcessBackend(CpuBackend):
     bounds = "compute: intra-op threads of processes"
     # An order to a worker takes about a tenth of a millisecond.
     quantum_s = 0.015
+    remote = True
 
     def __init__(self, device: Device, pool: WorkerPool | None = None) -> None:
         super().__init__(device)
@@ -60,11 +61,6 @@ class ProcessBackend(CpuBackend):
         return CpuBackend.unavailable(device) or shared_memory.unavailable()
 
     def start(self, num_tasks: int) -> None:
-        """Have the workers for so many tasks running.
-
-        Raises:
-            BackendError: one does not start.
-        """
         if self._pool is not None:
             try:
                 self._pool.workers(max(1, min(self.threads, num_tasks)))

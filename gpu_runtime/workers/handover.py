@@ -75,6 +75,46 @@ class NotSharedError(RuntimeError):
     """State that cannot lie in shared memory; the text says what."""
 
 
+class OwnTraining:
+    """A training that stays in this process, with the interface of one that does not.
+
+    Args:
+        training: not yet begun.
+        device: of the training. On CUDA each order ends with the device's work, so that its time is its own.
+        synchronize: waits for the device.
+    """
+
+    def __init__(
+        self,
+        training: TaskTraining,
+        device: torch.device,
+        synchronize: Callable[[torch.device], None] = torch.cuda.synchronize,
+    ) -> None:
+        self.training, self._device, self._synchronize = training, device, synchronize
+
+    def advance(self, num_steps: int, stage: Stage | None) -> Stage:
+        """Take steps; `stage` is what the training was told before its first."""
+        self._begin(stage)
+        self.training.advance(num_steps, lambda: False)
+        if self._device.type == "cuda":
+            self._synchronize(self._device)
+        return Stage(progress=self.training.progress)
+
+    def finish(self, stage: Stage | None) -> dict[str, np.ndarray]:
+        """The trained weights. Raises as `TaskTraining.finish` does."""
+        self._begin(stage)
+        self.training.finish()
+        return self.training.arrays
+
+    def close(self) -> None:
+        self.training.abandon()
+
+    def _begin(self, stage: Stage | None) -> None:
+        if stage is not None:
+            assert stage.progress.steps_done == 0, "this training has taken steps elsewhere"
+            self.training.resume(stage.progress)
+
+
 class SharedTraining:
     """This process's copy of a training.
 

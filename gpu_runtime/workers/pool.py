@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_runtime.mps_daemon import MpsDaemon
 from gpu_runtime.socket_wire import Frame, WireError, receive, send
 from gpu_runtime.work import RemoteError
 from gpu_runtime.workload import WorkloadFactory
@@ -22,6 +23,7 @@ from gpu_runtime.workload_cache import resolve_factory
 
 # A worker imports torch before it says that it is there.
 START_S = 120.0
+NO_ENVIRONMENT: Mapping[str, str] = {}
 END_S = 2.0
 
 
@@ -34,9 +36,11 @@ class WorkerProcess:
 
     Args:
         factory: of workloads, "package.module:function".
+        environment: variables beside those of this process.
     """
 
-    def __init__(self, factory: str) -> None:
+    def __init__(self, factory: str, environment: Mapping[str, str] = NO_ENVIRONMENT) -> None:
+        self.environment = dict(environment)
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -50,7 +54,7 @@ class WorkerProcess:
                     factory,
                 ],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(_import_path())},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -134,20 +138,28 @@ class WorkerPool:
 
     Args:
         factory: of workloads; a function must be importable under its own name.
+
+    Attributes:
+        mps: a daemon for workers on CUDA; not started until a backend does.
     """
 
     def __init__(self, factory: WorkloadFactory | str) -> None:
         self._factory = factory if isinstance(factory, str) else reference_of(factory)
         self._workers: list[WorkerProcess] = []
         self._starting = threading.Lock()
+        self.mps = MpsDaemon()
 
     @property
     def unavailable(self) -> str:
         """Why there can be no workers; empty when there can."""
         return "" if self._factory else "the workload factory is no function that another process could import"
 
-    def workers(self, count: int) -> list[WorkerProcess]:
+    def workers(self, count: int, environments: Sequence[Mapping[str, str]] = ()) -> list[WorkerProcess]:
         """The first `count` workers, all of them there.
+
+        Args:
+            count: how many.
+            environments: variables for each; a worker with others is replaced. Without them all get none.
 
         Raises:
             WorkerLostError: one does not start.
@@ -155,9 +167,12 @@ class WorkerPool:
         with self._starting:
             new = []
             for index in range(count):
-                if index < len(self._workers) and not self._workers[index].lost:
-                    continue
-                worker = WorkerProcess(self._factory)
+                wanted = dict(environments[index]) if environments else {}
+                if index < len(self._workers):
+                    known = self._workers[index]
+                    if not known.lost and known.environment == wanted:
+                        continue
+                worker = WorkerProcess(self._factory, wanted)
                 new.append(worker)
                 if index < len(self._workers):
                     self._workers[index].end()
@@ -184,10 +199,11 @@ class WorkerPool:
                     worker.ask({"order": "forget"})
 
     def close(self) -> None:
-        """End all workers. Later calls of `workers` start new ones."""
+        """End all workers and their daemon. Later calls of `workers` start new ones."""
         with self._starting:
             while self._workers:
                 self._workers.pop().end()
+            self.mps.stop()
 
 
 def reference_of(factory: WorkloadFactory) -> str:

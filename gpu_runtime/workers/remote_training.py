@@ -43,7 +43,7 @@ class RemoteTraining(Work):
     Args:
         held: reference and data, from which workers build the workload.
         workload: the same, built here: batch size, and whether it may move.
-        plan, arrays, origin: as of `TaskTraining`.
+        plan, arrays, origin, device: as of `TaskTraining`. On CUDA a training stays with its first worker.
         synthetic: train on random examples.
 
     Raises:
@@ -58,6 +58,7 @@ class RemoteTraining(Work):
         plan: TaskPlan,
         arrays: Mapping[str, np.ndarray],
         origin: Origin,
+        device: torch.device,
         synthetic: bool = False,
     ) -> None:
         self.task = plan.task
@@ -70,11 +71,13 @@ class RemoteTraining(Work):
             "held": asdict(held),
             "plan": asdict(plan),
             "origin": asdict(origin),
+            "device": str(device),
             "synthetic": synthetic,
         }
         self._start_arrays: Mapping[str, np.ndarray] = arrays
         self._movable = bool(getattr(workload, "movable", True))
         self._shrinking = MicroBatches(self.batch_size, torch.device("cpu"))
+        self._shared = device.type == "cpu"
         self._memory: list[int] = []
         self._workers: list[WorkerProcess] = []
         self._last: WorkerProcess | None = None
@@ -109,7 +112,7 @@ class RemoteTraining(Work):
         """Take all `num_steps` steps: a worker is not interrupted between two of one order."""
         here = place.get()
         self._ask(here, {"order": "steps", "num_steps": num_steps, "width": here.width})
-        if not self._movable or self._stuck:
+        if not (self._movable and self._shared) or self._stuck:
             self.lane = here.lane
 
     def finish(self) -> None:
@@ -124,7 +127,7 @@ class RemoteTraining(Work):
     def _ask(self, here: Place, order: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
         """Give an order to the worker, which is told first what it has missed. Takes over how far it has come."""
         if here.worker not in self._workers:
-            if not self._memory:
+            if self._shared and not self._memory:
                 self._memory = [new_memory(f"paceline-{self.task}"), new_memory(f"paceline-{self.task}-optimizer")]
             here.worker.ask(self._begin, self._start_arrays, self._memory)
             self._workers.append(here.worker)

@@ -2,7 +2,7 @@
 
 Orders and answers are frames on a Unix socket. Every order is answered; a fault by `{"error": LINE}`.
 
-begin    task, held, plan, origin, device; arrays; two descriptors of shared memory    -> {}
+begin    task, held, plan, origin, device; arrays; descriptors of shared memory, or none -> {}
 steps    task, num_steps, width, stage (null: this worker took the last steps)         -> {stage}
 finish   task, stage                                                                   -> {stage}; arrays
 forget                                                                                 -> {}
@@ -22,7 +22,7 @@ from gpu_runtime.contracts import HeldTask, TaskPlan, from_mapping
 from gpu_runtime.socket_wire import Frame, WireError, close_all, receive, send
 from gpu_runtime.training import Origin, TaskTraining
 from gpu_runtime.work import one_line
-from gpu_runtime.workers.handover import SharedTraining, Stage, from_plain, to_plain
+from gpu_runtime.workers.handover import OwnTraining, SharedTraining, Stage, from_plain, to_plain
 from gpu_runtime.workload import SyntheticExamples
 from gpu_runtime.workload_cache import WorkloadCache
 
@@ -38,7 +38,7 @@ class Worker:
 
     def __init__(self, factory: str) -> None:
         self._workloads = WorkloadCache(factory)
-        self._trainings: dict[str, SharedTraining] = {}
+        self._trainings: dict[str, SharedTraining | OwnTraining] = {}
 
     def answer(self, frame: Frame) -> Frame:
         """Carry out one order."""
@@ -68,8 +68,11 @@ class Worker:
                 plan=from_mapping(TaskPlan, body["plan"]),
                 arrays=frame.arrays,
                 origin=Origin(**body["origin"]),
-                device=torch.device("cpu"),
+                device=torch.device(body["device"]),
             )
+            if not frame.descriptors:
+                self._trainings[str(body["task"])] = OwnTraining(training, torch.device(body["device"]))
+                return Frame(header={})
             model_memory, optimizer_memory = frame.descriptors
         except BaseException:
             close_all(frame.descriptors)
