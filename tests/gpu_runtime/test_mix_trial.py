@@ -22,6 +22,11 @@ ONE_CORE = Device(name="test", kind="cpu", num_cores=1)
 COST = TaskCost(demand=0.5, solo_cost_s=1e-4, speed_curve=((0.5, 1.0), (1.0, 1.0)))
 
 
+@pytest.fixture(autouse=True)
+def no_mix_trials() -> None:
+    """Here they do happen."""
+
+
 def make(name: str) -> PartitionBackend:
     return choose(name, "competitive", ONE_CORE)
 

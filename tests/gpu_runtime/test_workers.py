@@ -223,7 +223,7 @@ def test_without_workers_auto_goes_on_with_threads(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = train(made, "rows", "pictures")
     assert found.report.backend == "cpu"
-    assert any("threads instead of processes: worker process" in note for note in found.report.notes)
+    assert any("cpu instead of processes for this round: worker process" in note for note in found.report.notes)
     assert {task.outcome for task in found.report.tasks} == {"trained"}
 
 
