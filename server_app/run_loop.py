@@ -106,6 +106,11 @@ def _one_round(
     history: RunHistory,
 ) -> ArrayRecord:
     messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
+    for client in strategy.at_their_limit():
+        history.note(
+            f"client {client} may be idle: it can be given no more than strategy.max-load "
+            f"({settings.strategy.max_load:g}) times the examples it holds"
+        )
     answers = exchange(grid, messages, settings.run.round_timeout_s)
     _count(history, answers)
     trained, _ = strategy.aggregate_train(server_round, answers.replies)

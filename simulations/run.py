@@ -184,6 +184,8 @@ def run(request: RunRequest, progress: Progress) -> RunOutcome:
                 _remove(log_file)
             else:
                 interruption.folder = remove_if_only_a_log(folder)
+                if interruption.folder is not None:
+                    leave_summary(folder, f"interrupted by {interruption}")
         raise
     if outcome.cause is not None:
         leave_summary(folder, outcome.cause)

@@ -159,6 +159,20 @@ class MultiTaskStrategy(Strategy):
                 text = f"task {task!r}: no client holds an example of it"
                 raise StrategyError("; ".join([text, *self._reasons(task)]))
 
+    def at_their_limit(self) -> list[str]:
+        """Clients of the last plan that can be given no more: all they hold is at `max_load` already."""
+        if self._round is None:
+            return []
+        return [
+            client
+            for client, plan in sorted(self._round.plans.items())
+            if {entry.task for entry in plan.tasks} == self._tasks_of(client).keys()
+            and all(
+                entry.num_examples >= int(self.options.max_load * self._tasks_of(client)[entry.task] + 1e-9)
+                for entry in plan.tasks
+            )
+        ]
+
     def summary(self) -> None:
         """Log what the strategy is made of."""
         log.info("strategy %s for tasks %s", self.options.name, ", ".join(self.tasks))

@@ -23,14 +23,12 @@ def table(result: Mapping[str, Any]) -> str:
             cells = f"  {name:<22}{_interval(ratio):<24}{_interval(to_floor):<24}{row['num_pairs'][name]:>5}"
             lines.append(f"{cells}  {_remarks(row, name)}".rstrip())
         lines += [
-            f"  {name:<22}not available: {reason}"
-            for name, reason in row["not_available"].items()
-            if name not in nowhere
+            f"  {name:<22}{_missing(reason)}" for name, reason in row["not_available"].items() if name not in nowhere
         ]
         if row["finish_spread"]:
             lines.append(f"  finish spread         {_interval(row['finish_spread'])}")
         lines.append("")
-    lines += [f"{name}: not available: {reason}" for name, reason in nowhere.items()]
+    lines += [f"{name}: {_missing(reason)}" for name, reason in nowhere.items()]
     lines += [f"{mix}: not measured: {reason}" for mix, reason in result["not_measured"].items()]
     for each in result["predictions"]:
         runs = ", ".join(f"{seconds:.2f}" for seconds in each["measured_s"])
@@ -40,9 +38,17 @@ def table(result: Mapping[str, Any]) -> str:
     for target in result["targets"]:
         lines.append(
             f"target {target['state']:<8}{target['mix']:<12}{target['what']} {target['median']:.3f}, "
-            f"limit {target['limit']:.3f}{' (disturbed)' if target['disturbed'] else ''}"
+            f"wanted {_wanted(target)}{' (disturbed)' if target['disturbed'] else ''}"
         )
     return "\n".join(lines)
+
+
+def _wanted(target: Mapping[str, Any]) -> str:
+    return f"{'at least' if target['what'].startswith('part of') else 'at most'} {target['limit']:.3f}"
+
+
+def _missing(reason: str) -> str:
+    return reason if reason.startswith("left out") else f"not available: {reason}"
 
 
 def _nowhere_available(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

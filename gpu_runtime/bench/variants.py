@@ -47,7 +47,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.done_fraction <= 0.0:
-            raise TooSlowError(f"nothing done within {self.seconds:.1f} s")
+            raise TooSlowError(f"its first step had not ended after {self.seconds:.1f} s")
 
     @property
     def whole_s(self) -> float:

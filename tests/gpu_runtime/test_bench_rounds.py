@@ -178,12 +178,12 @@ def test_a_variant_that_does_nothing_stops_and_an_essential_one_ends_the_mix(wor
     machine = Machine()
     found = measure(machine, four(machine, lambda m: Stuck("other", m, 4.0)), work)
     assert (len(found.samples["other"]), len(found.samples[OURS])) == (1, 5)
-    assert found.not_available["other"].startswith("stopped after 1 pairs: nothing done within")
+    assert found.not_available["other"].startswith("stopped after 1 pairs: its first step had not ended")
     variants = four(machine)
     variants[0] = Stuck(BASELINE, machine, 8.0)
     found = measure(machine, variants, work)
     assert len(found.samples[BASELINE]) == 1
-    assert found.not_available[BASELINE].startswith("stopped after 1 pairs: nothing done within")
+    assert found.not_available[BASELINE].startswith("stopped after 1 pairs: its first step had not ended")
 
 
 def test_a_run_is_cut_at_a_multiple_of_the_baseline_and_by_the_time_of_the_mix(work: Work) -> None:

@@ -344,7 +344,9 @@ def test_an_interrupted_run_says_where_it_wrote(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(Interrupted) as caught:
         made(tmp_path, monkeypatch, act)
     assert caught.value.folder == folder
-    assert {path.name for path in folder.iterdir()} == {"history.jsonl", "superlink.log"}
+    assert {path.name for path in folder.iterdir()} == {"history.jsonl", "summary.json", "superlink.log"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == {"status": "failed", "cause": "interrupted by SIGINT", "rounds": [{"round": 1}]}
 
 
 def test_a_run_whose_server_left_no_summary_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

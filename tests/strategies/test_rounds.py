@@ -235,3 +235,13 @@ def test_too_few_clients_for_a_robust_strategy() -> None:
     assert not np.array_equal(game.weights["blue/w"], before["blue/w"])
     with pytest.raises(StrategyError, match=r"krum needs at least 5 clients a task; clients: blue 3, green 3, red 3"):
         new_game("krum", num_malicious_nodes=1)
+
+
+def test_clients_that_can_be_given_no_more_are_known() -> None:
+    game = new_game("arch-sync", examples_per_round=2.0)
+    assert game.strategy.at_their_limit() == []
+    game.play(1)
+    assert game.strategy.at_their_limit() == ["ada", "bob", "cyd", "dan"]
+    game = new_game("fedavg", examples_per_round=0.5)
+    game.play(1)
+    assert game.strategy.at_their_limit() == []
