@@ -145,21 +145,36 @@ def cut(batch: Batch, start: int, stop: int, num_examples: int) -> Batch:
 
 
 class Buffers:
-    """A model's buffers as they were before a step: a forward pass that fails has already advanced some of them."""
+    """A model's buffers as they were before a step: a forward pass that fails has already advanced some of them.
+
+    Modules may change a buffer in place or put another tensor in its place.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._live = list(model.buffers())
-        self._kept = [buffer.detach().clone() for buffer in self._live]
+        self._modules = list(model.modules())
+        self._live: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+        self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Call before a step."""
-        _copy(self._kept, self._live)
+        live = [
+            (module, name, buffer)
+            for module in self._modules
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        tensors = [buffer for _, _, buffer in live]
+        if len(live) == len(self._live) and all(a is b for a, (_, _, b) in zip(tensors, self._live, strict=True)):
+            _copy(self._kept, tensors)
+        else:
+            self._live, self._kept = live, [buffer.detach().clone() for buffer in tensors]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """As they were at the last `keep`."""
-        _copy(self._live, self._kept)
+        for module, name, buffer in self._live:
+            module._buffers[name] = buffer
+        _copy([buffer for _, _, buffer in self._live], self._kept)
 
 
 def _copy(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:

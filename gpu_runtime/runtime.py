@@ -46,6 +46,8 @@ from gpu_runtime.workload import Workload, WorkloadFactory
 from gpu_runtime.workload_cache import WorkloadCache
 
 DEFAULT_SHARING = SharingSettings()
+# What a step may take to come back when the runtime is closed.
+CLOSE_S = 5.0
 
 
 class EvaluationError(RuntimeError):
@@ -273,6 +275,11 @@ class EmbeddedRuntime(Runtime):
 
     def close(self) -> None:
         self._cancel.set()
+        if self._working.acquire(timeout=CLOSE_S):
+            self._working.release()
+        else:
+            # Threads cannot be ended in the middle of a step, workers can.
+            self._workers.end_busy()
         with self._working:
             self._workloads.clear()
             self._costs.clear()

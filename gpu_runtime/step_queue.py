@@ -164,6 +164,7 @@ class StepQueue:
             for entry in self._entries.values():
                 own = (lane.tasks is not None and entry.work.task in lane.tasks) or entry.work.lane == lane.name
                 if not entry.ended and entry.running_width == 0 and (own or self._num_lanes == 0):
+                    entry.work.abandon()
                     self._end(entry, error)
             self._changed.notify_all()
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gpu_runtime.training import Progress, TaskTraining
+from gpu_runtime.workers.own_state import NotSharedError, OwnState
 from gpu_runtime.workers.shared_memory import Slot, slots_for, tensors_at
 
 Simple = bool | int | float | str | None
@@ -69,10 +70,6 @@ def from_plain(body: Mapping[str, Any]) -> Stage:
             groups=tuple(layout["groups"]),
         )
     return Stage(progress=Progress(**progress), optimizer=layout, stuck=body["stuck"])
-
-
-class NotSharedError(RuntimeError):
-    """State that cannot lie in shared memory; the text says what."""
 
 
 class OwnTraining:
@@ -129,6 +126,9 @@ class SharedTraining:
         self._model_memory, self._optimizer_memory = model_memory, optimizer_memory
         self._layout = OptimizerLayout()
         self._shared: dict[tuple[int, str], torch.Tensor] = {}
+        self._model_shared: list[torch.Tensor] = []
+        self._attributes: OwnState | None = None
+        self._stuck = ""
 
     def advance(self, num_steps: int, stage: Stage | None) -> Stage:
         """Take steps, from `stage` if another process took the last ones (None: this one did)."""
@@ -146,6 +146,8 @@ class SharedTraining:
     def close(self) -> None:
         self.training.abandon()
         self._shared.clear()
+        self._model_shared.clear()
+        self._attributes = None
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -153,7 +155,9 @@ class SharedTraining:
 
     def _attach(self, stage: Stage | None) -> None:
         begun = stage is not None and stage.progress.steps_done > 0
-        _, optimizer = self.training.tensors(lambda model: self._share(model, copy=not begun))
+        model, optimizer = self.training.tensors(lambda model: self._share(model, copy=not begun))
+        if self._attributes is None:
+            self._attributes = OwnState(model, optimizer)
         if stage is None or not begun:
             return
         self.training.resume(stage.progress)
@@ -162,21 +166,48 @@ class SharedTraining:
 
     def _share(self, model: nn.Module, copy: bool) -> None:
         """Let parameters and buffers point into shared memory; `copy` their values there, or take what lies there."""
-        own: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+        own = _tensors_of(model)
+        if len({tensor.untyped_storage().data_ptr() for tensor in own if tensor.numel()}) < sum(
+            tensor.numel() > 0 for tensor in own
+        ):
+            self._stuck = "some of its parameters or buffers lie in one memory"
+            return
+        self._model_shared = list(tensors_at(self._model_memory, slots_for(own)))
         with torch.no_grad():
-            for tensor, shared in zip(own, tensors_at(self._model_memory, slots_for(own)), strict=True):
+            for tensor, shared in zip(own, self._model_shared, strict=True):
                 if copy:
                     shared.copy_(tensor)
                 tensor.data = shared
 
     def _leave(self) -> Stage:
         """Make sure that all there is lies in shared memory, and say how far the training has come."""
-        _, optimizer = self.training.tensors(_nothing)
+        model, optimizer = self.training.tensors(_nothing)
         try:
-            self._publish(optimizer)
+            if not self._stuck:
+                self._publish_model(model)
+                assert self._attributes is not None
+                self._attributes.check()
+                self._publish(optimizer)
         except NotSharedError as error:
-            return Stage(progress=self.training.progress, stuck=str(error))
+            # For good: what this process holds is now the only whole copy.
+            self._stuck = str(error)
+        if self._stuck:
+            return Stage(progress=self.training.progress, stuck=self._stuck)
         return Stage(progress=self.training.progress, optimizer=self._layout)
+
+    @torch.no_grad()
+    def _publish_model(self, model: nn.Module) -> None:
+        """Steps may have put other tensors in the place of parameters and buffers."""
+        own = _tensors_of(model)
+        if len(own) != len(self._model_shared) or any(
+            (tensor.shape, tensor.stride(), tensor.dtype) != (shared.shape, shared.stride(), shared.dtype)
+            for tensor, shared in zip(own, self._model_shared, strict=True)
+        ):
+            raise NotSharedError("its parameters or buffers have changed in number, shape, layout or type")
+        for tensor, shared in zip(own, self._model_shared, strict=True):
+            if tensor.data_ptr() != shared.data_ptr():
+                shared.copy_(tensor)
+                tensor.data = shared
 
     def _publish(self, optimizer: torch.optim.Optimizer) -> None:
         order = _parameters(optimizer)
@@ -231,6 +262,10 @@ class SharedTraining:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -253,8 +288,13 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
             raise NotSharedError(f"its optimiser has the setting {key} = {value}")
         if isinstance(value, bool | int | float | str | None):
             settings[key] = value
-        elif isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
+        elif isinstance(value, tuple | list) and all(
+            isinstance(item, bool | int | str | None) or (isinstance(item, float) and math.isfinite(item))
+            for item in value
+        ):
             settings[key] = list(value)
+        else:
+            raise NotSharedError(f"its optimiser has a setting {key!r} of type {type(value).__name__}")
     return settings
 
 

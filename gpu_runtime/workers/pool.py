@@ -198,6 +198,12 @@ class WorkerPool:
                 with contextlib.suppress(WorkerLostError):
                     worker.ask({"order": "forget"})
 
+    def end_busy(self) -> None:
+        """End those that are carrying out an order."""
+        for worker in self._workers:
+            if worker.is_busy:
+                worker.end()
+
     def close(self) -> None:
         """End all workers and their daemon. Later calls of `workers` start new ones."""
         with self._starting:

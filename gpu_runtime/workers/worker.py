@@ -11,6 +11,7 @@ forget                                                                          
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -90,7 +91,7 @@ def serve(sock: socket.socket, factory: str) -> None:
             order = receive(sock)
             try:
                 answer = worker.answer(order)
-            except Exception as error:  # it must reach the parent, whatever it is
+            except BaseException as error:  # it must reach the parent, whatever it is
                 answer = Frame(header={"error": one_line(error)})
             send(sock, answer)
     except WireError:
@@ -98,14 +99,21 @@ def serve(sock: socket.socket, factory: str) -> None:
 
 
 def leave_with_parent(parent: int) -> None:
-    """End at once when the parent has died, even in a step that never returns."""
+    """End at once when the parent has died, even in a step that never returns, and all that tasks have started."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
-        os._exit(1)
+        end_group()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def end_group() -> None:
+    """End this process and what is left of its children: it leads a group of its own."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def main(arguments: list[str]) -> int:
@@ -115,6 +123,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     with socket.socket(fileno=int(descriptor)) as sock:
         serve(sock, factory)
+    end_group()
     return 0
 
 

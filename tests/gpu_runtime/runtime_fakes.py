@@ -232,10 +232,25 @@ class Dying(Pictures):
         return super().loss(outputs, targets)
 
 
+class Exiting(Pictures):
+    """Exits in the first step."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise SystemExit("enough")
+
+
+class Endless(Pictures):
+    """Its first step never returns."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        while True:
+            time.sleep(1)
+
+
 class Staying(Pictures):
     """May not move."""
 
     movable = False
 
 
-KINDS |= {"slow": Slow, "dying": Dying, "staying": Staying}
+KINDS |= {"slow": Slow, "dying": Dying, "staying": Staying, "exiting": Exiting, "endless": Endless}

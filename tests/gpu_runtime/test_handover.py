@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": lambda parameters, rate: torch.optim.Adagrad(parameters, lr=rate),
     "rmsprop": lambda parameters, rate: torch.optim.RMSprop(parameters, lr=rate, centered=True, momentum=0.5),
     "rprop": lambda parameters, rate: torch.optim.Rprop(parameters, lr=rate),
+    "swapping": lambda parameters, rate: Swapping(parameters, lr=rate),
     "own": lambda parameters, rate: Replacing(parameters, {"lr": rate}),
 }
 
@@ -50,6 +51,25 @@ class Replacing(torch.optim.Optimizer):
                 if state["count"] == 3:
                     state["third"] = parameter.grad.clone()
                 parameter.data.add_(state["mean"] + state.get("third", 0.0), alpha=-group["lr"] * state["count"])
+
+
+class Swapping(torch.optim.SGD):
+    """Puts other memory in the place of the parameters' own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data.clone().clamp_(-1.0, 1.0)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step()
 
 
 class Keeping(torch.optim.SGD):
@@ -80,6 +100,71 @@ class _TiedModel(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.blocks(inputs) * self.scale * torch.log1p(self.calls) + self.empty.sum()
+
+
+class Averaging(Pictures):
+    """Puts a new tensor in the place of a buffer in every forward pass."""
+
+    def build_model(self) -> nn.Module:
+        return _AveragingModel()
+
+
+class _AveragingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        flat = inputs.flatten(1)
+        self.mean = 0.9 * self.mean + 0.1 * flat.detach().mean(0)
+        return self.blocks(flat - self.mean)
+
+
+class Recurrent(Pictures):
+    """A module that keeps its parameters in a list too."""
+
+    def build_model(self) -> nn.Module:
+        return _RecurrentModel()
+
+
+class _RecurrentModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.LSTM(8, 5, batch_first=True), nn.Linear(5, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](inputs[:, 0])[0][:, -1])
+
+
+def _with_attribute(change: Callable[[nn.Module], None], before: Callable[[nn.Module], None]) -> type[Pictures]:
+    """A workload whose model is `change`d in every forward pass, and `before` once."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+            before(self)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            change(self)
+            return self.blocks(inputs)
+
+    class Changing(Pictures):
+        def build_model(self) -> nn.Module:
+            return Model()
+
+    return Changing
+
+
+class Box:
+    """An object with a number."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self) -> None:
+        self.number += 1
 
 
 def training(workload: Pictures, arrays: dict[str, np.ndarray], **changes: Any) -> TaskTraining:
@@ -142,7 +227,7 @@ def test_any_optimizer(optimizer: str) -> None:
     assert (found.steps_done, found.examples_done) == (13, 100)
 
 
-@pytest.mark.parametrize("kind", [Dropping, Normed, Rows, Tied])
+@pytest.mark.parametrize("kind", [Dropping, Normed, Rows, Tied, Averaging, Recurrent])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_model(kind: type[Pictures], seed: int) -> None:
     expected = alone(workload_of(kind, "adam"))
@@ -162,6 +247,10 @@ def test_the_pull_to_the_first_weights_stays() -> None:
         (lambda parameters, rate: Keeping(parameters, lr=rate), "keeps a list named 'history'"),
         (lambda parameters, rate: torch.optim.Adam(parameters, lr=torch.tensor(rate)), "setting 'lr' in a tensor"),
         (lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, dampening=float("inf")), "dampening = inf"),
+        (lambda parameters, rate: Counting(parameters, lr=rate), "state in attributes of its own"),
+        (lambda parameters, rate: _scheduled(torch.optim.SGD(parameters, lr=rate)), "has hooks"),
+        (lambda parameters, rate: _wrapped(torch.optim.SGD(parameters, lr=rate)), "wraps its optimiser's steps"),
+        (lambda parameters, rate: _set(torch.optim.SGD(parameters, lr=rate), {"a": 1}), "'own' of type dict"),
     ],
 )
 def test_what_cannot_be_shared_is_named(optimizer: Optimizer, reason: str) -> None:
@@ -174,6 +263,56 @@ def test_what_cannot_be_shared_is_named(optimizer: Optimizer, reason: str) -> No
     # Where it is, it goes on.
     assert shared.advance(2, None).progress.steps_done == 4
     shared.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        (lambda model: setattr(model, "count", 0), lambda model: setattr(model, "count", model.count + 1)),
+        (lambda model: setattr(model, "seen", []), lambda model: model.seen.append(1)),
+        (lambda model: setattr(model, "seen", {"a": [0]}), lambda model: model.seen["a"].append(0)),
+        (lambda model: setattr(model, "box", Box()), lambda model: model.box()),
+        (lambda model: setattr(model, "free", torch.zeros(2)), lambda model: model.free.add_(1)),
+        (lambda model: setattr(model, "draw", random.Random(1)), lambda model: model.draw.random()),
+        (lambda model: setattr(model, "draw", torch.Generator()), lambda model: torch.rand(1, generator=model.draw)),
+        (lambda model: setattr(model, "draw", np.random.default_rng(1)), lambda model: model.draw.random()),
+    ],
+)
+def test_state_in_attributes_is_noticed(before: Callable[[nn.Module], None], change: Any) -> None:
+    workload = _with_attribute(change, before)("changing")
+    shared = SharedTraining(training(workload, first_weights(workload)), new_memory("a"), new_memory("b"))
+    assert "keeps state in attributes" in shared.advance(1, None).stuck
+    assert "keeps state in attributes" in shared.advance(1, None).stuck
+    shared.close()
+
+
+def test_views_of_one_memory_are_noticed() -> None:
+    def before(model: nn.Module) -> None:
+        model.register_buffer("view", model.blocks[1].weight.detach()[0])  # type: ignore[index, union-attr]
+
+    workload = _with_attribute(lambda model: None, before)("viewing")
+    expected = training(workload, first_weights(workload))
+    shared = SharedTraining(training(workload, first_weights(workload)), new_memory("a"), new_memory("b"))
+    assert "lie in one memory" in shared.advance(13, None).stuck
+    expected.advance(13, lambda: False)
+    expected.finish()
+    assert same(shared.finish(None), expected.arrays)
+    shared.close()
+
+
+def _scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return optimizer
+
+
+def _set(optimizer: torch.optim.Optimizer, value: Any) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["own"] = value
+    return optimizer
 
 
 def test_close_gives_the_memory_back() -> None:

@@ -129,6 +129,7 @@ def test_all_workers_killed_in_a_step(runtime: EmbeddedRuntime) -> None:
     killer.join()
     assert {task.outcome for task in found.report.tasks} == {"failed"}
     assert all("SIGKILL" in task.error for task in found.report.tasks)
+    assert not [path for path in Path("/proc/self/fd").iterdir() if "paceline-slow" in os.path.realpath(path)]
     assert {task.outcome for task in train(runtime, "rows", "pictures").report.tasks} == {"trained"}
 
 
@@ -150,6 +151,25 @@ def test_many_rounds_leave_nothing_open(runtime: EmbeddedRuntime) -> None:
     for _ in range(10):
         train(runtime, "rows", "pictures", "raises")
     assert open_files() == before
+
+
+def test_a_task_that_exits_fails_like_any_other(runtime: EmbeddedRuntime) -> None:
+    found = train(runtime, "exiting", "rows")
+    assert by_task(found.report)["exiting"].error == "SystemExit: enough"
+    assert by_task(found.report)["rows"].outcome == "trained"
+
+
+def test_close_does_not_wait_for_a_step_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_runtime.runtime.CLOSE_S", 0.2)
+    made = EmbeddedRuntime(build, SharingSettings(backend="processes", cores=1))
+    found: list[TrainResult] = []
+    trainer = threading.Thread(target=lambda: found.append(train(made, "endless")))
+    trainer.start()
+    while not any(worker.is_busy for worker in made._workers._workers):
+        time.sleep(0.05)
+    made.close()
+    trainer.join(20)
+    assert [task.outcome for task in found[0].report.tasks] == ["failed"]
 
 
 def test_evaluation_needs_no_workers() -> None:
