@@ -46,7 +46,8 @@ class Workload(Protocol):
     precision.
 
     `movable: bool` (True by default): whether worker processes may take turns at its training. Parameters, buffers and
-    the optimiser's state move; numbers that a model or an optimiser keeps in attributes of its own do not.
+    the optimiser's state move; a training that is seen to keep more in attributes stays with one worker. Set it to
+    False where such state cannot be seen: in closures, or in C++.
     """
 
     name: str

@@ -13,20 +13,10 @@ from torch import nn
 # Attributes that torch itself changes, or that are moved on their own.
 _OF_OPTIMIZERS = {"state", "param_groups", "defaults", "_zero_grad_profile_name", "_step_count", "_opt_called"}
 _OF_MODULES = set(nn.Module().__dict__)
-_CONSTANT: tuple[type, ...] = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
-_CONSTANT += (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_NUMBERS_AND_WORDS: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.Size)
+_CODE: tuple[type, ...] = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_CONSTANT = (*_NUMBERS_AND_WORDS, *_OF_TORCH, *_CODE)
 MAX_DEPTH = 4
 MAX_ITEMS = 256
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from gpu_runtime.contracts import FAILED, TRAINED, DataSpec, Report, TaskPlan, from_json, to_json
 from gpu_runtime.device import Device
-from gpu_runtime.micro_batches import MicroBatches, cut, is_out_of_memory
+from gpu_runtime.micro_batches import Buffers, MicroBatches, cut, is_out_of_memory
 from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.training import Origin, TaskTraining, TrainingError
 from gpu_runtime.workload import Workload
@@ -365,3 +365,20 @@ def test_evaluation_is_never_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     made.profile("a", hold("pictures"))
     monkeypatch.setattr("gpu_runtime.device_memory.host_free_bytes", lambda root=None: 10)
     assert made.evaluate(start_arrays("pictures"), hold("pictures"))["pictures"]["num-examples"] == 30
+
+
+def test_buffers_that_were_replaced_are_put_back() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("count", torch.tensor(1))
+    buffers = Buffers(model)
+    for expected in (0.0, 5.0):
+        buffers.keep()
+        kept = model.mean
+        model.mean = torch.full((2,), 9.0)
+        model.count.add_(1)
+        buffers.put_back()
+        assert model.mean is kept
+        assert model.mean.tolist() == [expected, expected]
+        assert model.count.item() == 1
+        model.mean = torch.full((2,), 5.0)
