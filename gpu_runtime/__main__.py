@@ -52,12 +52,23 @@ def profile(options: argparse.Namespace) -> int:
     if not refs:
         raise UsageError("--tasks names no task")
     runtime = EmbeddedRuntime(options.factory, SharingSettings(cores=options.cores), budget_s=options.budget)
-    data = DataSpec(directory=options.data_dir)
-    measured = runtime.profile("local", [HeldTask(ref=ref, data=data) for ref in refs])
+    held = [HeldTask(ref=ref, data=DataSpec(directory=options.data_dir)) for ref in refs]
+    measured = runtime.profile("local", held)
+    together = runtime.mix([task.task for task in measured.tasks])
+    seen = {each.ref: runtime.operators(each) for each in held} if options.operators and not measured.errors else {}
     runtime.close()
     print(f"{measured.device}, {measured.num_cores} cores")
     _print_profile(measured)
-    _write_json(options.json, asdict(measured))
+    if together is not None:
+        served = ", ".join(f"{name} {capacity:.2f}" for name, capacity in together.capacities.items())
+        print(f"together: capacity {served}; auto takes {together.best}")
+    for ref, found in seen.items():
+        print(f"\n{ref}: {'operator':<45}{'ms/step':>10}{'fills':>8}")
+        for each in found[: options.operators]:
+            print(f"{' ' * (len(ref) + 2)}{each.name[:44]:<45}{each.seconds * 1e3:>10.3f}{each.filled:>8.2f}")
+    extra = {"operators": {ref: [asdict(each) for each in found] for ref, found in seen.items()}} if seen else {}
+    mix = {} if together is None else {"together": {"capacities": dict(together.capacities), "best": together.best}}
+    _write_json(options.json, asdict(measured) | mix | extra)
     for error in measured.errors:
         print(f"error: {error}", file=sys.stderr)
     return 1 if measured.errors else 0
@@ -119,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tasks", required=True, help="comma-separated task references")
     command.add_argument("--budget", type=_at_least(0.1, float), default=3.0, help="seconds for each task")
     command.add_argument("--data-dir", default="", help="directory of the tasks' data")
+    command.add_argument(
+        "--operators", type=_at_least(0, int), default=0, metavar="N", help="also the N longest operators"
+    )
     add("doctor", doctor)
     command = add("bench", bench)
     command.add_argument("--device", choices=("cpu", "cuda"), default="", help="default: cuda where there is one")

@@ -27,12 +27,15 @@ from gpu_runtime.profile_cache import CostKey
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.training import on_device
 from gpu_runtime.transfer import Batch, map_tensors
+from gpu_runtime.virtual_resource import OperatorDemand, cpu_operators, cuda_operators, demand_of
 from gpu_runtime.workload import Workload
 
 MIN_REPEATS = 2
 MAX_REPEATS = 30
 # Of the budget: step times get this part, block times the rest.
 STEPS_FRACTION = 0.75
+# Smaller ones cannot be told from the noise of their measurement.
+MIN_DEMAND = 0.05
 
 
 class Profiler:
@@ -96,6 +99,17 @@ def measure(workload: Workload, device: Device, *, budget_s: float = 3.0, model:
         return probe.cpu_cost(budget_s) if device.kind == CPU else probe.cuda_cost(budget_s)
 
 
+def operators(workload: Workload, device: Device) -> list[OperatorDemand]:
+    """What each operator of a training step keeps busy, the longest first.
+
+    Raises:
+        RuntimeError: the profiler cannot see them.
+    """
+    with seeded_draws(0, device.torch_device), untouched(workload.build_model(), device.torch_device) as trial:
+        trial = on_device(trial, workload, device.torch_device).train()
+        return _Probe(workload, device, trial, torch.Generator().manual_seed(0)).operators()
+
+
 @contextlib.contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     """A copy of `model` to train in the block; afterwards torch's random states are as before."""
@@ -137,23 +151,18 @@ class _Probe:
         )
 
     def cuda_cost(self, budget_s: float) -> TaskCost:
-        """c by events; V from how the step time grows with the batch.
+        """c by events; V from the kernels of a step (`virtual_resource`), as far as the profiler can see them.
 
-        A step that fills the device takes twice as long at twice the batch (V = 1); one that leaves it idle, because
-        its kernels are small or are launched too slowly, takes no longer (V near 0). So V = t(2B) / t(B) - 1, a first
-        estimate from real steps, without the operator level. Where 2B does not fit into memory it runs as 2 x B: V = 1.
+        Else V from how the step time grows with the batch: a step that fills the device takes twice as long at twice
+        the batch (V = 1); one that leaves it idle, because its kernels are small or are launched too slowly, takes no
+        longer (V near 0). So V = t(2B) / t(B) - 1. Where 2B does not fit into memory it runs as 2 x B: V = 1.
         """
         torch.cuda.reset_peak_memory_stats(self._device.index)
         at_rest = torch.cuda.memory_allocated(self._device.index)
         once_s = self._cuda_step_s(budget_s * STEPS_FRACTION / 2)
         peak = torch.cuda.max_memory_allocated(self._device.index) - at_rest
         state = sum(value.numel() * value.element_size() for value in self._model.state_dict().values())
-        batch, micro_batches = self._batch, self._micro_batches
-        twice = 2 * self._workload.batch_size
-        self._batch, self._micro_batches = self._make_batch(twice), MicroBatches(twice, self._device.torch_device)
-        twice_s = self._cuda_step_s(budget_s * STEPS_FRACTION / 2)
-        self._batch, self._micro_batches = batch, micro_batches
-        demand = min(1.0, max(0.05, twice_s / once_s - 1.0))
+        demand = max(MIN_DEMAND, self._cuda_demand(once_s, budget_s * STEPS_FRACTION / 2))
         with self._precision.forward():
             blocks = measure_blocks(
                 self._model,
@@ -170,7 +179,26 @@ class _Probe:
             blocks=blocks,
         )
 
+    def operators(self) -> list[OperatorDemand]:
+        """What each operator of a step keeps busy, the longest first. Raises RuntimeError where that cannot be seen."""
+        if self._device.kind == CPU:
+            return cpu_operators(self._step, self._device.num_cores)
+        self._step()
+        return cuda_operators(self._step, self._device.torch_device, self._device.num_cores)
+
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _cuda_demand(self, once_s: float, budget_s: float) -> float:
+        try:
+            return demand_of(self.operators(), once_s)
+        except (RuntimeError, OSError, ValueError):
+            pass
+        batch, micro_batches = self._batch, self._micro_batches
+        twice = 2 * self._workload.batch_size
+        self._batch, self._micro_batches = self._make_batch(twice), MicroBatches(twice, self._device.torch_device)
+        twice_s = self._cuda_step_s(budget_s)
+        self._batch, self._micro_batches = batch, micro_batches
+        return min(1.0, twice_s / once_s - 1.0)
 
     def _make_batch(self, size: int) -> Batch:
         batch = self._workload.synthetic_batch(size, self._generator)

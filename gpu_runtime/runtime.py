@@ -35,10 +35,11 @@ from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
-from gpu_runtime.mix_trial import MixTask, MixTrials
-from gpu_runtime.profiler import Profiler
+from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
+from gpu_runtime.profiler import Profiler, operators
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
+from gpu_runtime.virtual_resource import OperatorDemand
 from gpu_runtime.work import Work, one_line
 from gpu_runtime.workers.pool import WorkerPool
 from gpu_runtime.workers.remote_training import RemoteTraining
@@ -272,6 +273,19 @@ class EmbeddedRuntime(Runtime):
         if faults:
             raise EvaluationError(faults, results)
         return results
+
+    def mix(self, tasks: Sequence[str]) -> MixResult | None:
+        """What trials of these tasks together have found; None where there were none."""
+        return self._mixes.known(tasks)
+
+    def operators(self, held: HeldTask) -> list[OperatorDemand]:
+        """What each operator of a training step keeps busy here, the longest first.
+
+        Raises:
+            RuntimeError: the profiler cannot see them.
+        """
+        with self._working:
+            return operators(self._workloads.get(held), self.device)
 
     def close(self) -> None:
         self._cancel.set()

@@ -13,6 +13,7 @@ import pytest
 
 from gpu_runtime import __main__ as program
 from gpu_runtime.bench import competitive
+from gpu_runtime.mix_trial import MixTrials
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,12 +40,24 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["profile", "--factory", "runtime_fakes:build", "--tasks", "rows,pictures", "--budget", "0.1"]
-    assert program.main([*arguments, "--json", str(tmp_path / "profile.json")]) == 0
+    assert program.main([*arguments, "--operators", "3", "--json", str(tmp_path / "profile.json")]) == 0
     printed = capsys.readouterr().out
-    assert "rows" in printed
-    assert "pictures" in printed
-    costs = [task["cost"] for task in json.loads((tmp_path / "profile.json").read_text())["tasks"]]
-    assert all(cost["solo_cost_s"] > 0 for cost in costs)
+    for word in ("rows", "pictures", "pictures: operator", "aten::convolution_backward"):
+        assert word in printed
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert all(task["cost"]["solo_cost_s"] > 0 for task in written["tasks"])
+    assert written["operators"].keys() == {"rows", "pictures"}
+
+
+def test_profile_says_what_serves_the_tasks_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MixTrials, "_measured", lambda *_: {"sequential": 0.7, "cpu": 0.9})
+    arguments = ["profile", "--factory", "runtime_fakes:build", "--tasks", "rows,pictures", "--budget", "0.1"]
+    assert program.main([*arguments, "--json", str(tmp_path / "profile.json")]) == 0
+    assert "together: capacity sequential 0.70, cpu 0.90; auto takes cpu" in capsys.readouterr().out
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert written["together"] == {"capacities": {"sequential": 0.7, "cpu": 0.9}, "best": "cpu"}
 
 
 @pytest.mark.parametrize(
