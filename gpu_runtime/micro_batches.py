@@ -151,7 +151,8 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.modules())
+        # Those that have some when they are built: a step must not search all modules.
+        self._modules = [module for module in model.modules() if module._buffers]
         self._live: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
         self._kept: list[torch.Tensor] = []
 
@@ -161,7 +162,8 @@ class Buffers:
         live = [
             (module, name, buffer)
             for module in self._modules
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
         ]
         tensors = [buffer for _, _, buffer in live]
         if len(live) == len(self._live) and all(a is b for a, (_, _, b) in zip(tensors, self._live, strict=True)):

@@ -33,7 +33,7 @@ class MpsBackend(CudaBackend):
 
     name = "mps"
     bounds = "compute: active threads of processes; not memory bandwidth, L2 cache and copy engines"
-    quantum_s = 0.015
+    quantum_s = 0.02
     remote = True
 
     def __init__(self, device: Device, pool: WorkerPool | None = None) -> None:

@@ -49,7 +49,7 @@ class ProcessBackend(CpuBackend):
     name = "processes"
     bounds = "compute: intra-op threads of processes"
     # An order to a worker takes about a tenth of a millisecond.
-    quantum_s = 0.015
+    quantum_s = 0.02
     remote = True
 
     def __init__(self, device: Device, pool: WorkerPool | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,10 @@ class OptimizerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """All that the next process needs to go on. `stuck` says why it cannot, empty where it can."""
+    """All that the next process needs to go on. `stuck` says why it cannot, empty where it can.
+
+    `optimizer` None: as last told. It is long, and after the first steps it seldom changes.
+    """
 
     progress: Progress
     optimizer: OptimizerLayout | None = None
@@ -125,13 +128,18 @@ class SharedTraining:
         self._descriptors = [model_memory, optimizer_memory]
         self._model_memory, self._optimizer_memory = model_memory, optimizer_memory
         self._layout = OptimizerLayout()
+        self._told: OptimizerLayout | None = None
         self._shared: dict[tuple[int, str], torch.Tensor] = {}
         self._model_shared: list[torch.Tensor] = []
         self._attributes: OwnState | None = None
         self._stuck = ""
 
     def advance(self, num_steps: int, stage: Stage | None) -> Stage:
-        """Take steps, from `stage` if another process took the last ones (None: this one did)."""
+        """Take steps, from `stage` if another process took the last ones (None: this one did).
+
+        Returns:
+            How far it has come; the optimiser's layout only if it differs from what `stage` or the last answer said.
+        """
         self._attach(stage)
         self.training.advance(num_steps, lambda: False)
         return self._leave()
@@ -193,7 +201,8 @@ class SharedTraining:
             self._stuck = str(error)
         if self._stuck:
             return Stage(progress=self.training.progress, stuck=self._stuck)
-        return Stage(progress=self.training.progress, optimizer=self._layout)
+        told, self._told = self._told, self._layout
+        return Stage(progress=self.training.progress, optimizer=None if self._layout is told else self._layout)
 
     @torch.no_grad()
     def _publish_model(self, model: nn.Module) -> None:
@@ -227,16 +236,12 @@ class SharedTraining:
             self._lay_out(tensors)
         for key, tensor in tensors.items():
             shared = self._shared[key]
-            if tensor.data_ptr() != shared.data_ptr():
+            if tensor is not shared and tensor.data_ptr() != shared.data_ptr():
                 shared.copy_(tensor)
                 optimizer.state[order[key[0]]][key[1]] = shared
-        self._layout = OptimizerLayout(
-            parameters=self._layout.parameters,
-            names=self._layout.names,
-            slots=self._layout.slots,
-            values=tuple(values),
-            groups=tuple(_settings(group) for group in optimizer.param_groups),
-        )
+        groups = tuple(_settings(group) for group in optimizer.param_groups)
+        if (tuple(values), groups) != (self._layout.values, self._layout.groups):
+            self._layout = replace(self._layout, values=tuple(values), groups=groups)
 
     def _lay_out(self, tensors: Mapping[tuple[int, str], torch.Tensor]) -> None:
         """New places, behind all old ones: others may still look there."""
@@ -248,6 +253,7 @@ class SharedTraining:
 
     def _take_over(self, optimizer: torch.optim.Optimizer, layout: OptimizerLayout) -> None:
         order = _parameters(optimizer)
+        self._told = layout
         if layout.slots != self._layout.slots or layout.names != self._layout.names:
             keys = zip(layout.parameters, layout.names, strict=True)
             self._shared = dict(zip(keys, tensors_at(self._optimizer_memory, layout.slots), strict=True))
@@ -272,7 +278,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _fit(tensors: Mapping[Any, torch.Tensor], shared: Mapping[Any, torch.Tensor]) -> bool:
     return tensors.keys() == shared.keys() and all(
-        tensor.shape == shared[key].shape and tensor.dtype == shared[key].dtype for key, tensor in tensors.items()
+        tensor is shared[key] or (tensor.shape == shared[key].shape and tensor.dtype == shared[key].dtype)
+        for key, tensor in tensors.items()
     )
 
 

@@ -82,6 +82,8 @@ class RemoteTraining(Work):
         self._workers: list[WorkerProcess] = []
         self._last: WorkerProcess | None = None
         self._stage: Mapping[str, Any] | None = None
+        self._layout: Mapping[str, Any] | None = None
+        self._knows_layout: set[int] = set()
         self._progress = Progress()
         self._stuck = ""
         self.arrays: dict[str, np.ndarray] = {}
@@ -132,11 +134,17 @@ class RemoteTraining(Work):
             here.worker.ask(self._begin, self._start_arrays, self._memory)
             self._workers.append(here.worker)
         stage = None if here.worker is self._last else self._stage
+        if stage is not None and id(here.worker) not in self._knows_layout:
+            stage = {**stage, "optimizer": self._layout}
+            self._knows_layout.add(id(here.worker))
         if self._stage is None and self._progress.micro_batch is not None:
             stage = {"progress": asdict(self._progress), "optimizer": None, "stuck": ""}
         answer = here.worker.ask({**order, "task": self.task, "stage": stage})
         self._last, self._stage = here.worker, answer.header["stage"]
         assert self._stage is not None
+        if self._stage["optimizer"] is not None:
+            self._layout, self._knows_layout = self._stage["optimizer"], {id(here.worker)}
+            self._stage = {**self._stage, "optimizer": None}
         body = self._stage["progress"]
         self._progress = Progress(**{**body, "losses": tuple(body["losses"]), "notes": tuple(body["notes"])})
         self._stuck = str(self._stage["stuck"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -200,11 +201,18 @@ def in_turns(workload: Pictures, num_workers: int, seed: int, **changes: Any) ->
         for _ in range(num_workers)
     ]
     draw, stage, last = random.Random(seed), None, None
+    layout, knowing = None, set()
     while stage is None or stage.progress.examples_done < 100:
         now = draw.choice(copies)
+        if stage is not None and now not in knowing:
+            stage = dataclasses.replace(stage, optimizer=layout)
+            knowing.add(now)
         stage = now.advance(draw.randint(1, 3), None if now is last else stage)
         stage, last = from_plain(json.loads(json.dumps(to_plain(stage), allow_nan=False))), now
         assert not stage.stuck
+        if stage.optimizer is not None:
+            layout, knowing = stage.optimizer, {now}
+            stage = dataclasses.replace(stage, optimizer=None)
     now = draw.choice(copies)
     now.training.arrays = now.finish(None if now is last else stage)
     for copy in copies:
