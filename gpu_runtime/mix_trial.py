@@ -31,7 +31,7 @@ from gpu_runtime.workload import SyntheticExamples, Workload
 REPEATS = 3
 # The first steps of a training build the model, those of a process also load its modules.
 WARM_UP_STEPS = 2
-MIN_STEPS = 4
+MIN_STEPS = 8
 # A simpler backend (an earlier one in the list) stays unless a later one is so much better.
 CLEARLY_BETTER = 1.05
 # Longer steps: the interpreter's part in them is too small for processes to be worth their start.
@@ -76,7 +76,7 @@ class MixTrials:
         use_disk: look up and keep results in the user's cache directory.
     """
 
-    def __init__(self, make: MakeBackend, *, trial_s: float = 1.5, use_disk: bool = True) -> None:
+    def __init__(self, make: MakeBackend, *, trial_s: float = 3.0, use_disk: bool = True) -> None:
         self._make, self._trial_s, self._use_disk = make, trial_s, use_disk
         self._known: dict[frozenset[str], MixResult] = {}
 

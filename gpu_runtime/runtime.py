@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gpu_runtime.allocator import TaskLoad
+from gpu_runtime.apart import apart
 from gpu_runtime.contracts import (
     FAILED,
     MEASURED,
@@ -117,7 +118,7 @@ class EmbeddedRuntime(Runtime):
         factory: makes a workload from a task reference and its data; or where to find such a function,
             "package.module:function".
         sharing: how the device is shared. A plan's own sharing mode goes before `sharing.mode`.
-        budget_s: seconds that profiling may take for each task.
+        budget_s: seconds that profiling may take for each task, and trying a backend for all of them together.
 
     Raises:
         FactoryError: the factory cannot be found.
@@ -136,7 +137,7 @@ class EmbeddedRuntime(Runtime):
         self._cancel = threading.Event()
         self._workloads = WorkloadCache(factory)
         self._workers = WorkerPool(factory)
-        self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers))
+        self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers), trial_s=budget_s)
         self._costs: dict[tuple[str, int], TaskCost] = {}
         self._device: Device | None = None
 
@@ -161,7 +162,7 @@ class EmbeddedRuntime(Runtime):
             for each in held:
                 try:
                     workload = self._workloads.get(each)
-                    cost = self._profiler.cost(workload, self.device) if measure else None
+                    cost = apart(functools.partial(self._profiler.cost, workload, self.device)) if measure else None
                     if cost is not None:
                         self._costs[workload.name, workload.batch_size] = cost
                         mix.append(MixTask(held=each, workload=workload, cost=cost))
@@ -285,7 +286,8 @@ class EmbeddedRuntime(Runtime):
             RuntimeError: the profiler cannot see them.
         """
         with self._working:
-            return operators(self._workloads.get(held), self.device)
+            workload = self._workloads.get(held)
+            return apart(lambda: operators(workload, self.device))
 
     def close(self) -> None:
         self._cancel.set()

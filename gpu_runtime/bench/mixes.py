@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpu_runtime.bench.apart import apart
+from gpu_runtime.apart import apart
 from gpu_runtime.bench.floor import SoloTimes
 from gpu_runtime.bench.models import build, kind_of
 from gpu_runtime.contracts import DataSpec, TaskPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpu_runtime.allocator import TaskLoad, predicted_makespan
-from gpu_runtime.bench.apart import apart
+from gpu_runtime.apart import apart
 from gpu_runtime.bench.mixes import ORIGIN, Work
 from gpu_runtime.bench.models import build
 from gpu_runtime.bench.variants import Run, Variant, VariantError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_runtime.allocator import packed
-from gpu_runtime.bench.apart import apart
+from gpu_runtime.apart import apart
 from gpu_runtime.bench.mixes import Share, Work, synchronize
 from gpu_runtime.device import CPU, Device
 from gpu_runtime.training import TaskTraining

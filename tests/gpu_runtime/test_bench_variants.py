@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
+from gpu_runtime.apart import apart
 from gpu_runtime.bench import competitive
-from gpu_runtime.bench.apart import apart
 from gpu_runtime.bench.competitive import QUICK, mixes_of, size_of, variants_on
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix, Work
 from gpu_runtime.bench.processes import ProcessPerTask, WorkerProcess
