@@ -37,6 +37,11 @@ class Precision:
         self._scaler = amp.GradScaler(device.type) if self._dtype is torch.float16 else None
         self.num_steps = self.num_skipped = 0
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether each step waits for the device, to see if float16 has overflowed."""
+        return self._scaler is not None
+
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Context of the forward pass and the loss, not of the backward pass."""
         if self._dtype is None:

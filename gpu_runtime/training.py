@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from gpu_runtime.contracts import TaskPlan
+from gpu_runtime.graphs import Capture, CudaCapture, GraphedStep
 from gpu_runtime.losses import LossRecord, LossStatistics
 from gpu_runtime.micro_batches import Buffers, MicroBatches
 from gpu_runtime.precision import Precision
@@ -64,6 +66,7 @@ class TaskTraining(Work):
         arrays: start weights, without the task's name in front.
         origin: seed, round and client.
         device: where to train.
+        capture: makes graphs of steps (`gpu_runtime.graphs`); by default CUDA graphs on CUDA, none elsewhere.
 
     Raises:
         TrainingError: no examples held, a plan that cannot be followed, or an unknown precision.
@@ -77,6 +80,7 @@ class TaskTraining(Work):
         arrays: Mapping[str, np.ndarray],
         origin: Origin,
         device: torch.device,
+        capture: Capture | None = None,
     ) -> None:
         self.task = plan.task
         self.num_examples = plan.num_examples
@@ -96,6 +100,9 @@ class TaskTraining(Work):
         self._precision = Precision(workload, device)
         self._micro_batches = MicroBatches(self.batch_size, device)
         self._buffers: Buffers | None = None
+        self._capture = CudaCapture(device) if capture is None and device.type == "cuda" else capture
+        self._graph: GraphedStep | None = None
+        self._graph_off = ""
         self._losses = LossRecord(stride=1 if device.type == "cpu" else LOSS_CHECK_STRIDE)
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -105,7 +112,8 @@ class TaskTraining(Work):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*self._micro_batches.notes, *self._precision.notes)
+        graph = (self._graph_off,) if self._graph_off else ()
+        return (*self._micro_batches.notes, *self._precision.notes, *graph)
 
     @property
     def micro_batch(self) -> int | None:
@@ -152,6 +160,39 @@ class TaskTraining(Work):
         """
         model, optimizer, buffers = self._prepared()
         batch = next(self._batches)
+        loss = self._graphed(batch)
+        if loss is None:
+            loss = self._eager(model, optimizer, buffers, batch)
+        num_examples = num_examples_in(batch)
+        self.steps_done += 1
+        self.examples_done += num_examples
+        self._losses.add(loss, num_examples)
+
+    def _graphed(self, batch: Batch) -> torch.Tensor | None:
+        """The loss of a step taken by a graph; None where it is to be taken eagerly.
+
+        Steps that draw random numbers, or that memory has cut into micro-batches, are.
+        """
+        if self._graph is None or self._draws_random_numbers is not False or self.micro_batch is not None:
+            return None
+        with torch.enable_grad():
+            loss = self._graph.take(batch)
+        self._graph_off = self._graph.off
+        return loss
+
+    def _whole(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+        """A step with nothing that a graph could not repeat."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = self._loss_of(model, batch)
+        self._precision.backward(loss)
+        if self._anchor:
+            self._pull_to_anchor(model)
+        self._precision.step(optimizer)
+        return loss.detach()
+
+    def _eager(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, buffers: Buffers, batch: Batch
+    ) -> torch.Tensor:
         buffers.keep()
         optimizer.zero_grad(set_to_none=True)
 
@@ -170,10 +211,7 @@ class TaskTraining(Work):
         if self._anchor:
             self._pull_to_anchor(model)
         self._precision.step(optimizer)
-        num_examples = num_examples_in(batch)
-        self.steps_done += 1
-        self.examples_done += num_examples
-        self._losses.add(loss, num_examples)
+        return loss
 
     def finish(self) -> None:
         """Set `arrays` to the trained weights.
@@ -205,7 +243,14 @@ class TaskTraining(Work):
             if self._plan.proximal_mu:
                 self._anchor = [parameter.detach().clone() for parameter in model.parameters()]
             self._model, self._buffers = model, Buffers(model)
+            self._graph = self._graph_of(model, self._optimizer)
         return self._model, self._optimizer, self._buffers
+
+    def _graph_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> GraphedStep | None:
+        wanted = getattr(self._workload, "cuda_graph", True) and not self._precision.scales_losses
+        if self._capture is None or not wanted:
+            return None
+        return GraphedStep(model, optimizer, functools.partial(self._whole, model, optimizer), self._capture)
 
     def _add_gradient(self, model: nn.Module, part: Batch, before: int, weight: float) -> torch.Tensor:
         """Add `weight` times the gradient of a (micro-)batch with `before` examples of its batch before it."""
@@ -238,7 +283,9 @@ class TaskTraining(Work):
                 parameter.grad.add_(parameter - start, alpha=self._plan.proximal_mu)
 
     def _release(self) -> None:
-        self._model, self._optimizer, self._buffers, self._anchor = None, None, None, []
+        if self._graph is not None:
+            self._graph.close()
+        self._model, self._optimizer, self._buffers, self._graph, self._anchor = None, None, None, None, []
         self._batches = iter(())
         self._start_arrays = {}
 

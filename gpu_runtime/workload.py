@@ -45,6 +45,9 @@ class Workload(Protocol):
     must be safe to autocast: `binary_cross_entropy_with_logits`, not `binary_cross_entropy`. Evaluation is in full
     precision.
 
+    `cuda_graph: bool` (True by default): whether its training steps may be captured as CUDA graphs. What cannot be
+    captured, or does not do what an eager step does, is noticed and trained eagerly.
+
     `movable: bool` (True by default): whether worker processes may take turns at its training. Parameters, buffers and
     the optimiser's state move; a training that is seen to keep more in attributes stays with one worker. Set it to
     False where such state cannot be seen: in closures, or in C++.

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu_runtime.own_state import HiddenStateError, OwnState
 from gpu_runtime.training import Progress, TaskTraining
-from gpu_runtime.workers.own_state import NotSharedError, OwnState
 from gpu_runtime.workers.shared_memory import Slot, slots_for, tensors_at
 
 Simple = bool | int | float | str | None
@@ -48,6 +48,17 @@ class Stage:
     progress: Progress
     optimizer: OptimizerLayout | None = None
     stuck: str = ""
+
+
+class NotSharedError(RuntimeError):
+    """State that cannot lie in shared memory; the text says what."""
+
+
+def _stream_of(device: torch.device) -> Any:
+    """None where there is no CUDA: `torch.cuda.stream(None)` does nothing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def to_plain(stage: Stage) -> dict[str, Any]:
@@ -91,11 +102,14 @@ class OwnTraining:
         synchronize: Callable[[torch.device], None] = torch.cuda.synchronize,
     ) -> None:
         self.training, self._device, self._synchronize = training, device, synchronize
+        # Not the default stream, from which no graph can be captured.
+        self._stream = _stream_of(device)
 
     def advance(self, num_steps: int, stage: Stage | None) -> Stage:
         """Take steps; `stage` is what the training was told before its first."""
         self._begin(stage)
-        self.training.advance(num_steps, lambda: False)
+        with torch.cuda.stream(self._stream):
+            self.training.advance(num_steps, lambda: False)
         if self._device.type == "cuda":
             self._synchronize(self._device)
         return Stage(progress=self.training.progress)
@@ -103,7 +117,8 @@ class OwnTraining:
     def finish(self, stage: Stage | None) -> dict[str, np.ndarray]:
         """The trained weights. Raises as `TaskTraining.finish` does."""
         self._begin(stage)
-        self.training.finish()
+        with torch.cuda.stream(self._stream):
+            self.training.finish()
         return self.training.arrays
 
     def close(self) -> None:
@@ -196,7 +211,7 @@ class SharedTraining:
                 assert self._attributes is not None
                 self._attributes.check()
                 self._publish(optimizer)
-        except NotSharedError as error:
+        except (NotSharedError, HiddenStateError) as error:
             # For good: what this process holds is now the only whole copy.
             self._stuck = str(error)
         if self._stuck:

@@ -61,7 +61,8 @@ def test_capacity_is_demand_served_per_second(monkeypatch: pytest.MonkeyPatch) -
         return {"sequential": 2.0, "cpu": 0.5}[name]
 
     monkeypatch.setattr(MixTrials, "_run", run)
-    result = trials().result(tasks(Rows("rows"), Pictures("pictures")), ["sequential", "cpu"], CPU)
+    made = MixTrials(make, trial_s=0.06, use_disk=False)
+    result = made.result(tasks(Rows("rows"), Pictures("pictures")), ["sequential", "cpu"], CPU)
     assert result is not None
     # Each task 0.5 of the device for 1e-4 s an example, 8 examples a step.
     steps = runs[-1]
@@ -69,7 +70,8 @@ def test_capacity_is_demand_served_per_second(monkeypatch: pytest.MonkeyPatch) -
     assert result.capacities == pytest.approx({"sequential": served / 2.0, "cpu": served / 0.5})
     assert (result.best, result.capacity) == ("cpu", result.capacities["cpu"])
     assert runs[0] == {0: mix_trial.WARM_UP_STEPS, 1: mix_trial.WARM_UP_STEPS}
-    assert steps[0] == steps[1] > 4
+    # A third of the time for each of three repeats, half of it for each task.
+    assert steps[0] == steps[1] == round(0.02 / (0.5 + 0.5) / 8e-4)
 
 
 def test_real_trials_leave_workloads_as_they_are() -> None:

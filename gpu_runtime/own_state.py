@@ -1,4 +1,4 @@
-"""Notices state that models and optimisers keep in Python attributes, which does not move between processes."""
+"""Notices state that models and optimisers keep in Python attributes: neither processes nor graphs carry it on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_DEPTH = 4
 MAX_ITEMS = 256
 
 
-class NotSharedError(RuntimeError):
-    """State that cannot be shared between processes; the text says what."""
+class HiddenStateError(RuntimeError):
+    """A model or optimiser keeps state where it is not looked for; the text says how."""
 
 
 class OwnState:
@@ -41,16 +41,16 @@ class OwnState:
         self._deep = self._fingerprints()
 
     def check(self) -> None:
-        """Raises NotSharedError if any of it has changed since, or could change unseen."""
+        """Raises HiddenStateError if any of it has changed since, or could change unseen."""
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if getattr(self._optimizer, hooks, None):
-                raise NotSharedError("its optimiser has hooks, which may keep state")
+                raise HiddenStateError("its optimiser has hooks, which may keep state")
         if "step" in vars(self._optimizer):
-            raise NotSharedError("something wraps its optimiser's steps, as schedulers do")
+            raise HiddenStateError("something wraps its optimiser's steps, as schedulers do")
         values = self._values()
         same = len(values) == len(self._ids) and all(a is b for a, b in zip(values, self._ids, strict=True))
         if not same or self._fingerprints() != self._deep:
-            raise NotSharedError("its model or optimiser keeps state in attributes of its own")
+            raise HiddenStateError("its model or optimiser keeps state in attributes of its own")
 
     def _values(self) -> list[Any]:
         return [
