@@ -26,11 +26,16 @@ class ClientTaskRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRecord:
-    """One client that was given work. `busy_s` is its makespan as reported, 0 when no report was accepted."""
+    """One client that was given work. `busy_s` is its makespan as reported, 0 when no report was accepted.
+
+    `backend` is what its lanes were made of; `notes` say what did not go as planned there and was overcome.
+    """
 
     busy_s: float = 0.0
     outcome: str = LOST
     error: str = ""
+    backend: str = ""
+    notes: tuple[str, ...] = ()
     tasks: Mapping[str, ClientTaskRecord] = field(default_factory=dict)
 
     def idle_fraction(self, makespan_s: float) -> float:

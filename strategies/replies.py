@@ -31,6 +31,7 @@ NDArray = npt.NDArray[np.generic]
 # Of a round on the virtual clock: 30 years. On the measured one the server knows better.
 MAX_SECONDS = 1e9
 MAX_LOSS = 1e15
+MAX_NOTES = 20
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -135,6 +136,8 @@ def check(
         record=ClientRecord(
             busy_s=report.seconds,
             outcome=_outcome(tasks),
+            backend=one_line(report.backend),
+            notes=tuple(one_line(note) for note in report.notes[:MAX_NOTES]),
             error="; ".join(refused),
             tasks=tasks,
         ),

@@ -292,3 +292,13 @@ def test_error_replies_and_keys_are_one_short_line() -> None:
     for line in record.refused:
         assert line.isprintable()
         assert len(line) < 400
+
+
+def test_what_was_overcome_on_a_client_is_recorded() -> None:
+    game = new_game("arch-sync")
+    notes = ("red: micro-batch 8 -> 4\nafter \x1b[31mout of memory", *(f"note {index}" for index in range(50)))
+    game.fleet[ADA].bend = report_bent(backend="processes", notes=notes)
+    ada = game.play(1).clients["ada"]
+    assert ada.backend == "processes"
+    assert ada.notes[:2] == ("red: micro-batch 8 -> 4 after out of memory", "note 0")
+    assert len(ada.notes) == 20
