@@ -1,4 +1,4 @@
-"""Runs something in a thread of its own, so that the OpenMP threads it needs go when it is done.
+"""Keeps OpenMP threads from staying behind: wide work in a thread that ends, narrow work in one that stays.
 
 libgomp lets idle threads spin for a few milliseconds, which is what makes two threads on short loops worthwhile, until
 the process owns more OpenMP threads than there are cores; then it puts them to sleep at once. A thread that has once
@@ -9,8 +9,11 @@ about 1.3 times as long: one variant must not leave that to the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -32,3 +35,14 @@ def apart(work: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """In the block this thread computes on one core, and so gets no team; threads started there set their own width."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

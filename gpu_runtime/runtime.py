@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_runtime.allocator import TaskLoad
-from gpu_runtime.apart import apart
+from gpu_runtime.apart import apart, narrow
 from gpu_runtime.contracts import (
     FAILED,
     MEASURED,
@@ -152,7 +152,7 @@ class EmbeddedRuntime(Runtime):
         profiles: list[TaskProfile] = []
         errors: list[str] = []
         mix: list[MixTask] = []
-        with self._working:
+        with self._working, narrow():
             try:
                 choose(self._sharing.backend, self._sharing.mode, self.device)
             except BackendError as error:
@@ -189,7 +189,7 @@ class EmbeddedRuntime(Runtime):
         )
 
     def train(self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]) -> TrainResult:
-        with self._working:
+        with self._working, narrow():
             self._cancel.clear()
             _import_optimizers()
             backend, notes = self._backend(plan)
@@ -240,7 +240,7 @@ class EmbeddedRuntime(Runtime):
         faults: dict[str, str] = {}
         works: list[TaskEvaluation] = []
         results: dict[str, dict[str, float]] = {}
-        with self._working:
+        with self._working, narrow():
             self._cancel.clear()
             for each in held:
                 name = each.ref
@@ -285,7 +285,7 @@ class EmbeddedRuntime(Runtime):
         Raises:
             RuntimeError: the profiler cannot see them.
         """
-        with self._working:
+        with self._working, narrow():
             workload = self._workloads.get(held)
             return apart(lambda: operators(workload, self.device))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gpu_runtime.apart import narrow
 from gpu_runtime.bench.budget import Budget
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix
 from gpu_runtime.bench.ours import Ours
@@ -112,6 +113,8 @@ def run(
     not_measured: dict[str, str] = {}
     with ExitStack() as stack:
         stack.enter_context(fresh_profiles())
+        # A team of this thread would slow every variant's wide steps, but not those of the processes.
+        stack.enter_context(narrow())
         calibration = Calibration(device)
         variants, missing = variants_on(device, size)
         for variant in variants.values():

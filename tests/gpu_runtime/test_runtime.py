@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -380,3 +385,41 @@ def test_the_batch_size_and_rate_of_a_plan_are_used() -> None:
     result = runtime().train(changed, start_arrays("rows"), hold("rows"))
     assert result.report.tasks[0].num_steps == 3
     assert all(np.array_equal(array, start_arrays("rows")[name]) for name, array in result.arrays.items())
+
+
+def test_the_calling_thread_gets_no_openmp_team() -> None:
+    """Loading data is wide work too. In a process of its own: this one has teams from other tests."""
+    script = textwrap.dedent(
+        """
+        import os, torch
+        from runtime_fakes import Pictures, hold, plan_of, start_arrays
+        from gpu_runtime.runtime import EmbeddedRuntime
+        from gpu_runtime.settings import SharingSettings
+
+        class Wide(Pictures):
+            def train_examples(self):
+                torch.ones(1 << 22).exp()
+                return super().train_examples()
+
+        def threads():
+            return len(os.listdir("/proc/self/task"))
+
+        torch.set_num_threads(4)
+        runtime = EmbeddedRuntime(lambda ref, data: Wide(ref), SharingSettings(cores=1))
+        runtime.train(plan_of("pictures"), start_arrays("pictures"), hold("pictures"))
+        before = threads()
+        runtime.train(plan_of("pictures"), start_arrays("pictures"), hold("pictures"))
+        assert torch.get_num_threads() == 4
+        wide = threads()
+        torch.ones(1 << 22).exp()
+        print(before, wide, threads())
+        """
+    )
+    paths = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    before, after, with_team = map(int, done.stdout.split())
+    assert after <= before
+    # What a wide operation in the calling thread would have left.
+    assert with_team == after + 3
