@@ -32,7 +32,7 @@ REPEATS = 3
 # The first steps of a training build the model, those of a process also load its modules.
 WARM_UP_STEPS = 2
 MIN_STEPS = 8
-# A simpler backend (an earlier one in the list) stays unless a later one is so much better.
+# A preferred backend (an earlier one in the list) stays unless a later one is so much better.
 CLEARLY_BETTER = 1.05
 # Longer steps: the interpreter's part in them is too small for processes to be worth their start.
 LONGEST_PROCESS_STEP_S = 0.05
@@ -91,7 +91,7 @@ class MixTrials:
 
         Args:
             tasks: of the mix.
-            candidates: backends to choose from, the simplest first.
+            candidates: backends to choose from, in the order of preference.
             device: which nothing else should be using now.
         """
         if len(tasks) < 2:

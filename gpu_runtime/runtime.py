@@ -36,6 +36,7 @@ from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
+from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
 from gpu_runtime.profiler import Profiler, operators
 from gpu_runtime.settings import SharingSettings
@@ -305,12 +306,17 @@ class EmbeddedRuntime(Runtime):
     # ------------------------------------------------------------------------------------------------------ internals
 
     def _candidates(self) -> list[str]:
-        """Backends to try for a mix, the simplest first; the only one where the settings name one."""
+        """Backends to try for a mix, the preferred first; the only one where the settings name one.
+
+        A later one has to be clearly faster to be chosen. One task at a time comes last: what a short trial
+        cannot tell apart is better run side by side, where the tasks finish together.
+        """
         if self._sharing.mode != "competitive":
             return []
         if self._sharing.backend != AUTO:
             return [self._sharing.backend]
-        return [name for name, backend in BACKENDS.items() if not backend.unavailable(self.device)]
+        found = [name for name, backend in BACKENDS.items() if not backend.unavailable(self.device)]
+        return sorted(found, key=lambda name: name == SequentialBackend.name)
 
     def _backend(self, plan: Plan) -> tuple[PartitionBackend, tuple[str, ...]]:
         """The backend for a plan, its workers running, and what there is to say about it."""
