@@ -16,12 +16,13 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # JSON knows no largest integer; arrays and floats do.
 MAX_INTEGER = 2**63 - 1
 
 SHARING_MODES = ("sequential", "exclusive", "competitive")
+ENCODINGS = ("fp32", "fp16", "int8")
 TRAINED, FAILED, CANCELLED = "trained", "failed", "cancelled"
 VIRTUAL, MEASURED = "virtual", "measured"
 
@@ -104,11 +105,38 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkChange:
+    """From `at_s` on an emulated link runs at other rates, in bytes per second; None leaves a direction unlimited."""
+
+    at_s: float
+    uplink_bytes_per_s: float | None = None
+    downlink_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """A slower device and link than this machine has, acted out in real time by split training.
+
+    Rates in bytes per second, None for unlimited. `latency_s` is one way. `message_s` is what each message occupies a
+    direction for, whatever its size. `changes` count from the first message, in order of time. Work on the device
+    takes `slowdown` times its own time.
+    """
+
+    slowdown: float = 1.0
+    uplink_bytes_per_s: float | None = None
+    downlink_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    message_s: float = 0.0
+    changes: tuple[LinkChange, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeHoldings:
     """A client's name and the tasks it holds, as a simulated fleet tells a simulated node."""
 
     client: str
     holdings: tuple[Holding, ...]
+    emulation: Emulation | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------- profile
@@ -116,11 +144,16 @@ class NodeHoldings:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """Cost of one block of a model: seconds per example forward and backward, bytes per example at its output."""
+    """Cost of one block of a model: seconds per example forward and backward, bytes per example at its output.
+
+    A call on n examples takes `forward_call_s + n * forward_s`. Bytes are those of the tensors as they are (fp32).
+    """
 
     forward_s: float
     backward_s: float
     boundary_bytes: int
+    forward_call_s: float = 0.0
+    backward_call_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +161,7 @@ class TaskCost:
     """What training one task costs on one device.
 
     `demand` V in 0..1; `solo_cost_s` c in seconds per example, alone on the device; `speed_curve` samples (v, s(v))
-    in rising v, ending at (1, 1).
+    in rising v, ending at (1, 1). `update_s` is the optimiser's part of a step, `target_bytes` an example's labels.
     """
 
     demand: float
@@ -136,21 +169,39 @@ class TaskCost:
     speed_curve: tuple[tuple[float, float], ...]
     peak_memory_bytes: int = 0
     blocks: tuple[BlockCost, ...] = ()
+    update_s: float = 0.0
+    target_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskProfile:
-    """One task on one client: examples held and, unless only an inventory was asked for, its cost."""
+    """One task on one client: examples held and, unless only an inventory was asked for, its cost.
+
+    `unsplittable` says why the model cannot be cut; empty where it can.
+    """
 
     task: str
     num_examples: int
     batch_size: int
     cost: TaskCost | None = None
+    unsplittable: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingCost:
+    """Seconds to encode and to decode one number of an activation on a device."""
+
+    encoding: str
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a client tells the server about itself. Rates in bytes per second, None where unknown."""
+    """What a client tells the server about itself. Rates in bytes per second, None where unknown.
+
+    `latency_s` is one way; `message_s` what each message occupies the link for, whatever its size.
+    """
 
     client: str
     device: str
@@ -163,6 +214,8 @@ class Profile:
     uplink_bytes_per_s: float | None = None
     downlink_bytes_per_s: float | None = None
     latency_s: float | None = None
+    message_s: float = 0.0
+    encodings: tuple[EncodingCost, ...] = ()
     source_hash: str = ""
     errors: tuple[str, ...] = ()
 
@@ -174,7 +227,8 @@ class Profile:
 class TaskPlan:
     """Work of one task for one round: `num_examples` W to train; None leaves a choice to the client's runtime.
 
-    A task whose `split_point` is None trains whole on the client. `proximal_mu` is FedProx's pull to the start weights.
+    A task whose `split_point` is None trains whole on the client; else its first `split_point` blocks do, and the split
+    service of the plan has the others. `proximal_mu` is FedProx's pull to the start weights.
     """
 
     task: str
@@ -186,6 +240,34 @@ class TaskPlan:
     split_point: int | None = None
     micro_batches: int = 1
     encoding: str = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitAccess:
+    """How a client reaches the split service, and what it may tell it.
+
+    Attributes:
+        address: "host:port" of the service.
+        run: the run's name there.
+        token: proves that the caller belongs to the run.
+        certificate: PEM of the authority that signed the service's certificate; empty for a plain connection.
+        fallback: whether a client that cannot reach the service trains the whole model instead. Its message then holds
+            the whole model; else only the device stage.
+        activation_clip: largest L2 norm of an example's activations; 0: not clipped.
+        activation_noise: standard deviation of Gaussian noise on them, as a multiple of the clip.
+        message_deadline_s: seconds the service may take for a micro-batch before the link counts as dead.
+        resume_s: seconds to try to reach the service again.
+    """
+
+    address: str
+    run: str
+    token: str
+    certificate: str = ""
+    fallback: bool = True
+    activation_clip: float = 0.0
+    activation_noise: float = 0.0
+    message_deadline_s: float = 60.0
+    resume_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +283,7 @@ class Plan:
     deadline_s: float | None = None
     attempt: int = 0
     trace: bool = False
+    split: SplitAccess | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------ report
@@ -217,12 +300,48 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceSample:
+    """The device at `time_s` since the start of the client's round: busy fraction, bytes in use, watts.
+
+    None where it cannot be read.
+    """
+
+    time_s: float
+    busy_fraction: float | None = None
+    memory_bytes: int | None = None
+    power_w: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """How a task was split, and what that took: seconds and bytes of the whole round, rates in bytes per second.
+
+    `device_s` is work on the device, `server_s` work of the service for this session, `wait_s` time in which the device
+    had nothing to do but wait for gradients. Rates and latency (one way) are measured, None where they were not.
+    """
+
+    split_point: int
+    micro_batches: int
+    encoding: str
+    bytes_up: int = 0
+    bytes_down: int = 0
+    device_s: float = 0.0
+    server_s: float = 0.0
+    wait_s: float = 0.0
+    num_reconnects: int = 0
+    uplink_bytes_per_s: float | None = None
+    downlink_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskReport:
     """What one task really did. `seconds` is when it finished, counted from the start of the client's round.
 
     `outcome` is "trained", "failed" or "cancelled"; `num_examples` counts what entered the weights of the reply.
     `micro_batch` is the examples at a time where memory made that less than a batch; `peak_memory_bytes` what was
-    measured, 0 where it cannot be told apart from what others took.
+    measured, 0 where it cannot be told apart from what others took. `split` is None for a task that trained whole,
+    also where the plan had it split.
     """
 
     task: str
@@ -237,13 +356,14 @@ class TaskReport:
     last_loss: float | None = None
     micro_batch: int | None = None
     peak_memory_bytes: int = 0
+    split: SplitReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What one client really did in one round. `seconds` is its makespan, on the clock named by `clock`.
 
-    `started_at_s` is Unix time; `spans` are always measured seconds, whatever the clock.
+    `started_at_s` is Unix time; `spans` and `samples` are always measured seconds, whatever the clock.
     """
 
     client: str
@@ -256,6 +376,7 @@ class Report:
     started_at_s: float = 0.0
     notes: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
+    samples: tuple[DeviceSample, ...] = ()
 
 
 # -------------------------------------------------------------------------------------------------------------- wire

@@ -286,7 +286,7 @@ def test_error_replies_and_keys_are_one_short_line() -> None:
 
     game = new_game()
     game.fleet[ADA].wrap = garble
-    game.fleet[1].wrap = other_report('{"schema": 1, "kind": "Report", "' + "\\u001b[2J" * 9999 + '": 1}')
+    game.fleet[1].wrap = other_report('{"schema": 2, "kind": "Report", "' + "\\u001b[2J" * 9999 + '": 1}')
     record = game.play(1)
     assert len(record.refused) == 2
     for line in record.refused:
