@@ -36,7 +36,7 @@ def encode(tensor: torch.Tensor, encoding: str, generator: torch.Generator | Non
         encoding=RAW,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
-        data=memoryview(flat.numpy()),
+        data=flat.numpy().data,
     )
 
 

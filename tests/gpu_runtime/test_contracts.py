@@ -54,7 +54,7 @@ def _changed(**changes: Any) -> str:
     [
         ("not json", "is not JSON"),
         ("[1]", "must be a JSON object"),
-        (_changed(schema=2), "schema version 2"),
+        (_changed(schema=1), "schema version 1"),
         (_changed(kind="Report"), "expected a Plan, got a 'Report'"),
         (_changed(colour="red"), r"unknown keys \['colour'\]"),
         (_changed(seed="7"), "Plan.seed must be int"),
