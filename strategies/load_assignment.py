@@ -6,6 +6,8 @@ With load W, held examples n, demand V, solo cost c, capacity C and fixed second
     subject to sum_d W_di = N_i                      every task gets its examples
                F_d + sum_i V_di c_di W_di / C_d <= T  demand-seconds of a device (sequential sharing: sum_i c_di W_di)
                F_d + c_di W_di <= T                   no task beats itself running alone
+               F_d + sum_i u_di W_di <= T             link seconds of split tasks, up and down alike
+               sum_di s_di W_di / C_server <= T       the device of the split service
                w_min n_di <= W_di <= e_max n_di       nobody forgotten, nobody flogged
 
 Ties: T is fixed, then sum n_di (W_di / n_di - mean_i)^2 is minimised, so that loads stay as even as the optimum allows.
@@ -38,11 +40,18 @@ TIE_ROOM = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLoad:
-    """One task on one client: examples held n, demand V (0..1) and solo cost c (seconds per example)."""
+    """One task on one client: examples held n, demand V (0..1) and solo cost c (seconds per example).
+
+    Of a task that is split, c is the pipeline's makespan, V the device's part of it, and `uplink_s`, `downlink_s` and
+    `server_s` are the seconds that an example keeps the client's link and the split service's device busy.
+    """
 
     num_held: int
     demand: float
     solo_cost_s: float
+    uplink_s: float = 0.0
+    downlink_s: float = 0.0
+    server_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +79,37 @@ class ClientLoad:
             return 0.0
         device_s = sum(self.device_cost_s(task, sharing_mode) * load for task, load in loads.items())
         alone_s = max(self.tasks[task].solo_cost_s * load for task, load in loads.items())
-        return self.fixed_s + self.link_s + max(device_s, alone_s)
+        up_s = sum(self.tasks[task].uplink_s * load for task, load in loads.items())
+        down_s = sum(self.tasks[task].downlink_s * load for task, load in loads.items())
+        return self.fixed_s + self.link_s + max(device_s, alone_s, up_s, down_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadProblem:
-    """All clients and the examples N_i each task is to train. Clients are kept in the order of their names."""
+    """All clients and the examples N_i each task is to train. Clients are kept in the order of their names.
+
+    `server_capacity` is what the split service's device serves per second, in seconds of work of one stage.
+    """
 
     clients: tuple[ClientLoad, ...]
     totals: Mapping[str, int]
     min_load: float = 0.1
     max_load: float = 2.0
     sharing_mode: str = "competitive"
+    server_capacity: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "clients", tuple(sorted(self.clients, key=lambda client: client.client)))
 
     def makespan_s(self, loads: Mapping[str, Mapping[str, float]]) -> float:
         """When the last client is done with `loads` (examples by client and task)."""
-        return max(
-            (client.finish_s(loads.get(client.client, {}), self.sharing_mode) for client in self.clients), default=0.0
+        clients_s = [client.finish_s(loads.get(client.client, {}), self.sharing_mode) for client in self.clients]
+        server_s = sum(
+            client.tasks[task].server_s * load
+            for client in self.clients
+            for task, load in loads.get(client.client, {}).items()
         )
+        return max([*clients_s, server_s / self.server_capacity], default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +218,11 @@ class _Pairs:
         self.unit_s = float((fixed_s + busy_s).max()) if rows else 1.0
         self.device = device_s * self.held / self.unit_s
         self.alone = alone_s * self.held / self.unit_s
+        self.uplink, self.downlink, self.server = (
+            np.array([getattr(row[3], name) for row in rows]) * self.held / self.unit_s
+            for name in ("uplink_s", "downlink_s", "server_s")
+        )
+        self.server /= problem.server_capacity
         self.fixed = fixed_s / self.unit_s
 
     def _sums(self, values: npt.NDArray[np.int_]) -> Floats:
@@ -217,22 +241,36 @@ class _Pairs:
         share = self.held / self.totals[self.task_of]
         return sparse.csr_array((share, (self.task_of, np.arange(len(share)))), (len(self.tasks), len(share)))
 
-    def device_matrix(self) -> sparse.csr_array:
-        """Row d times the ratios is the busy time of client d's device."""
+    def resources(self) -> tuple[sparse.csr_array, Floats]:
+        """A row for each resource that several tasks share: times the ratios, plus the offset, it is its busy time.
+
+        Resources are the device of each client that has a task, its link in either direction where a task of its own
+        is split, and the device of the split service.
+        """
         columns = np.arange(len(self.held))
-        return sparse.csr_array((self.device, (self.client_of, columns)), (self.num_clients, len(columns)))
+        used = np.flatnonzero(np.bincount(self.client_of, minlength=self.num_clients))
+        matrices, offsets = [], []
+        for values in (self.device, self.uplink, self.downlink):
+            matrix = sparse.csr_array((values, (self.client_of, columns)), (self.num_clients, len(columns)))
+            rows = used if values is self.device else used[matrix.sum(axis=1)[used] > 0]
+            matrices.append(matrix[rows])
+            offsets.append(self.fixed[rows])
+        if self.server.any():
+            matrices.append(sparse.csr_array(self.server[np.newaxis, :]))
+            offsets.append(np.zeros(1))
+        return sparse.vstack(matrices).tocsr(), np.concatenate(offsets)
 
 
 def least_makespan(pairs: _Pairs) -> tuple[float, Floats]:
     """The least T, in units of `pairs.unit_s`, and ratios W / n that reach it."""
     num_pairs = len(pairs.held)
-    used = np.flatnonzero(np.bincount(pairs.client_of, minlength=pairs.num_clients))
-    device = sparse.hstack([pairs.device_matrix()[used], -np.ones((len(used), 1))])
+    shared, offsets = pairs.resources()
+    shared = sparse.hstack([shared, -np.ones((len(offsets), 1))])
     alone = sparse.hstack([sparse.diags_array(pairs.alone), -np.ones((num_pairs, 1))])
     solution = linprog(
         np.append(np.zeros(num_pairs), 1.0),
-        A_ub=sparse.vstack([device, alone]).tocsr(),
-        b_ub=-np.concatenate([pairs.fixed[used], pairs.fixed[pairs.client_of]]),
+        A_ub=sparse.vstack([shared, alone]).tocsr(),
+        b_ub=-np.concatenate([offsets, pairs.fixed[pairs.client_of]]),
         A_eq=sparse.hstack([pairs.totals_matrix(), sparse.csr_array((len(pairs.tasks), 1))]).tocsr(),
         b_eq=np.ones(len(pairs.tasks)),
         bounds=np.column_stack([np.append(pairs.lower_ratio, 0.0), np.append(pairs.upper_ratio, np.inf)]),
@@ -249,10 +287,10 @@ def most_even(pairs: _Pairs, bound: float, ratios: Floats) -> Floats:
     The mean N_i / sum_d n_di is the same for all loads that meet the totals: minimising sum n (W / n)^2 is the same.
     """
     num_pairs = len(pairs.held)
-    deadline = max(bound, float((pairs.device_matrix() @ ratios + pairs.fixed).max())) * (1 + TIE_ROOM)
+    shared, offsets = pairs.resources()
+    deadline = max(bound, float((shared @ ratios + offsets).max())) * (1 + TIE_ROOM)
     room = np.maximum(deadline - pairs.fixed[pairs.client_of], 0.0)
     upper = np.maximum(np.minimum(pairs.upper_ratio, room / pairs.alone), pairs.lower_ratio)
-    used = np.flatnonzero(np.bincount(pairs.client_of, minlength=pairs.num_clients))
     identity = sparse.identity(num_pairs)
     settings = clarabel.DefaultSettings()
     settings.verbose = False
@@ -260,9 +298,9 @@ def most_even(pairs: _Pairs, bound: float, ratios: Floats) -> Floats:
     solution = clarabel.DefaultSolver(
         sparse.diags(pairs.held / pairs.held.mean()).tocsc(),
         np.zeros(num_pairs),
-        sparse.vstack([pairs.totals_matrix(), pairs.device_matrix()[used], identity, -identity]).tocsc(),
-        np.concatenate([np.ones(len(pairs.tasks)), (deadline - pairs.fixed)[used], upper, -pairs.lower_ratio]),
-        [clarabel.ZeroConeT(len(pairs.tasks)), clarabel.NonnegativeConeT(len(used) + 2 * num_pairs)],
+        sparse.vstack([pairs.totals_matrix(), shared, identity, -identity]).tocsc(),
+        np.concatenate([np.ones(len(pairs.tasks)), deadline - offsets, upper, -pairs.lower_ratio]),
+        [clarabel.ZeroConeT(len(pairs.tasks)), clarabel.NonnegativeConeT(len(offsets) + 2 * num_pairs)],
         settings,
     ).solve()
     if str(solution.status) not in ("Solved", "AlmostSolved"):
@@ -287,6 +325,9 @@ def _check_cost(client: ClientLoad, task: str, load: TaskLoad) -> bool:
         ("capacity", client.capacity, 0.0),
         ("fixed seconds", client.fixed_s, -1e-300),
         ("link seconds", client.link_s, -1e-300),
+        ("uplink seconds", load.uplink_s, -1e-300),
+        ("downlink seconds", load.downlink_s, -1e-300),
+        ("server seconds", load.server_s, -1e-300),
     )
     for what, value, above in values:
         if not (math.isfinite(value) and value > above):

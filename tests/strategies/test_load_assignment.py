@@ -34,6 +34,12 @@ def client(name: str, capacity: float = 1.0, fixed_s: float = 0.0, **tasks: tupl
     return ClientLoad(client=name, tasks=loads, capacity=capacity, fixed_s=fixed_s)
 
 
+def in_unit(load: TaskLoad, unit: float) -> TaskLoad:
+    """All of a task's seconds times `unit`."""
+    seconds = ("solo_cost_s", "uplink_s", "downlink_s", "server_s")
+    return replace(load, **{name: getattr(load, name) * unit for name in seconds})
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> LoadProblem:
     """Up to 6 clients with up to 3 tasks, unequal by factors of thousands; totals that the bounds allow."""
@@ -52,6 +58,9 @@ def problems(draw: st.DrawFn) -> LoadProblem:
                         num_held=draw(st.integers(1, 500)),
                         demand=draw(st.floats(0.05, 1.0)),
                         solo_cost_s=draw(st.floats(1e-4, 0.3)),
+                        uplink_s=draw(st.sampled_from([0.0, 0.0, 0.01, 0.2])),
+                        downlink_s=draw(st.sampled_from([0.0, 0.0, 0.05])),
+                        server_s=draw(st.sampled_from([0.0, 0.0, 0.02])),
                     )
                     for task in mine
                 },
@@ -186,7 +195,7 @@ def test_the_unit_of_time_does_not_matter(assigner: LoadAssigner, problem: LoadP
             one,
             fixed_s=one.fixed_s * unit,
             link_s=one.link_s * unit,
-            tasks={task: replace(load, solo_cost_s=load.solo_cost_s * unit) for task, load in one.tasks.items()},
+            tasks={task: in_unit(load, unit) for task, load in one.tasks.items()},
         )
         for one in problem.clients
     ]
@@ -279,3 +288,38 @@ def test_rounding_of_huge_loads_ends() -> None:
     wanted = np.array([4.0e11, 6.0e11])
     loads = whole_loads(wanted, np.array([0, 0]), np.array([10**12, 10**12]), 10**12 + 10**8)
     assert loads.sum() == 10**12 + 10**8
+
+
+def split_client(name: str, num_held: int, **costs: float) -> ClientLoad:
+    """A client with one task of demand 0.1 that costs 0.1 s an example, and what is given."""
+    load = replace(TaskLoad(num_held=num_held, demand=0.1, solo_cost_s=0.1), **costs)
+    return ClientLoad(client=name, tasks={"x": load})
+
+
+def test_the_link_of_split_tasks_bounds_a_client() -> None:
+    """Two tasks of 10 examples whose uploads take 1 s an example share one uplink: 20 s, not 10."""
+    task = TaskLoad(num_held=10, demand=0.1, solo_cost_s=1.0, uplink_s=1.0, downlink_s=0.5)
+    one = ClientLoad(client="a", tasks={"x": task, "y": task})
+    problem = LoadProblem(clients=(one,), totals={"x": 10, "y": 10})
+    found = LinearProgramAssigner().assign(problem)
+    assert found.plan_s == pytest.approx(20.0)
+    assert found.bound_s == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("capacity", "expected_s"), [(1.0, 8.0), (2.0, 4.0), (100.0, 2.0)])
+def test_the_split_service_bounds_all_clients_together(capacity: float, expected_s: float) -> None:
+    """Two clients of 20 examples each, 0.2 s of the service's device an example: 8 s of it, or 2 s of each client."""
+    clients = (split_client("a", 20, server_s=0.2), split_client("b", 20, server_s=0.2))
+    problem = LoadProblem(clients=clients, totals={"x": 40}, server_capacity=capacity)
+    found = LinearProgramAssigner().assign(problem)
+    assert found.plan_s == pytest.approx(expected_s)
+    assert found.bound_s == pytest.approx(expected_s)
+
+
+def test_work_moves_from_a_busy_service_to_clients_that_train_whole() -> None:
+    """The split client takes 0.1 s an example of its own and 0.4 s of the service's; the other one 0.4 s, whole."""
+    whole = ClientLoad(client="b", tasks={"x": TaskLoad(num_held=50, demand=1.0, solo_cost_s=0.4)})
+    problem = LoadProblem(clients=(split_client("a", 50, server_s=0.4), whole), totals={"x": 60})
+    found = LinearProgramAssigner().assign(problem)
+    assert found.loads == {"a": {"x": 30}, "b": {"x": 30}}
+    assert found.plan_s == pytest.approx(12.0)
