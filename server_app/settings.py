@@ -10,6 +10,7 @@ from typing import Any
 from gpu_runtime.contracts import MEASURED, VIRTUAL
 from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, nearest, parse, setting, unknown_keys
 from strategies.options import StrategyOptions
+from strategies.split_options import SplitOptions
 from tasks.errors import NAME_PATTERN, TaskError
 from tasks.registry import task_name, task_refs
 from tasks.settings import DataSettings, TrainingSettings
@@ -45,7 +46,7 @@ class FleetSettings:
     clock: str = setting("fleet.clock", VIRTUAL, "seconds of a simulated fleet", choices=(VIRTUAL, MEASURED))
 
 
-SECTIONS = (RunSettings, FleetSettings, DataSettings, TrainingSettings, SharingSettings, StrategyOptions)
+SECTIONS = (RunSettings, FleetSettings, DataSettings, TrainingSettings, SharingSettings, StrategyOptions, SplitOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Settings:
     training: TrainingSettings
     sharing: SharingSettings
     strategy: StrategyOptions
+    split: SplitOptions
     task_refs: tuple[str, ...]
 
     @classmethod
@@ -68,7 +70,7 @@ class Settings:
             SettingsError: with one line for every fault found.
         """
         faults = unknown_keys(flat, SECTIONS)
-        run, fleet, data, training, sharing, strategy = parse(flat, SECTIONS, faults)
+        run, fleet, data, training, sharing, strategy, split = parse(flat, SECTIONS, faults)
         refs: tuple[str, ...] = ()
         try:
             refs = task_refs(data.suite, data.tasks)
@@ -83,7 +85,7 @@ class Settings:
         for task in [] if not refs else dict.fromkeys([*rates, *sizes]):
             if task not in names:
                 faults.append(f"task-options: the run has no task {task!r}{nearest(task, names)}")
-        faults += strategy.faults()
+        faults += [*strategy.faults(), *split.faults()]
         if faults:
             raise SettingsError(list(dict.fromkeys(faults)))
         strategy = replace(
@@ -96,13 +98,20 @@ class Settings:
             batch_sizes=sizes,
         )
         return cls(
-            run=run, fleet=fleet, data=data, training=training, sharing=sharing, strategy=strategy, task_refs=refs
+            run=run,
+            fleet=fleet,
+            data=data,
+            training=training,
+            sharing=sharing,
+            strategy=strategy,
+            split=split,
+            task_refs=refs,
         )
 
     def flat(self) -> dict[str, Scalar]:
         """The settings as `key = value`, defaults included."""
         found: dict[str, Scalar] = {}
-        for section in (self.run, self.fleet, self.data, self.training, self.sharing, self.strategy):
+        for section in (self.run, self.fleet, self.data, self.training, self.sharing, self.strategy, self.split):
             for key, field in keys_of(type(section)).items():
                 found[key] = getattr(section, field.name)
         return found
