@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpu_runtime.contracts import SplitReport
+
 # Outcomes of a client or task beside those of `gpu_runtime.contracts` ("trained", "failed", "cancelled").
 PARTIAL = "partial"  # a client some of whose tasks were accepted and some not
 REFUSED = "refused"  # a reply that came and failed its checks
@@ -13,7 +15,10 @@ LOST = "lost"  # no reply
 
 @dataclass(frozen=True, kw_only=True)
 class ClientTaskRecord:
-    """One task of one client. `seconds` is when it finished, counted from the start of the client's round."""
+    """One task of one client. `seconds` is when it finished, counted from the start of the client's round.
+
+    `split` is how it was split; None where the client trained the whole model.
+    """
 
     examples: int = 0
     steps: int = 0
@@ -22,6 +27,7 @@ class ClientTaskRecord:
     loss: float | None = None
     outcome: str = LOST
     error: str = ""
+    split: SplitReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

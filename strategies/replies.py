@@ -25,6 +25,7 @@ from gpu_runtime.contracts import (
 )
 from strategies.error_reply import error_line
 from strategies.records import LOST, PARTIAL, REFUSED, ClientRecord, ClientTaskRecord
+from strategies.server_stages import ServerHalf, ServerStageSource, StageError
 
 NDArray = npt.NDArray[np.generic]
 
@@ -82,6 +83,7 @@ def check(
     max_seconds: float = MAX_SECONDS,
     batch_sizes: Mapping[str, int] = NO_SIZES,
     needs_loss: bool = False,
+    stages: ServerStageSource | None = None,
 ) -> CheckedReply:
     """Check `reply` against its plan and the arrays the server sent.
 
@@ -94,6 +96,7 @@ def check(
         max_seconds: what the round can have taken at most.
         batch_sizes: examples of a step of each task, where the plan does not say; a task in neither may take any.
         needs_loss: whether aggregation needs each task's training loss.
+        stages: has the other halves of tasks that were split.
 
     Returns:
         The accepted updates, and one line for every task or reply refused. Never raises for a bad reply.
@@ -119,7 +122,7 @@ def check(
             update = Update(
                 client=plan.client,
                 task=task_plan.task,
-                arrays=_task_arrays(arrays, task_plan.task, current),
+                arrays=_task_arrays(arrays, task_plan.task, current, _server_half(entry, task_plan, plan, stages)),
                 num_examples=entry.num_examples,
                 num_steps=entry.num_steps,
                 num_held=num_held[task_plan.task],
@@ -185,6 +188,7 @@ def _task_record(plan: TaskPlan, entry: TaskReport | None, outcome: str, error: 
         loss=entry.mean_loss,
         outcome=outcome,
         error=error,
+        split=entry.split,
     )
 
 
@@ -237,22 +241,57 @@ def _task_report(report: Report, plan: TaskPlan, max_seconds: float, batch_sizes
     return entry
 
 
-def _task_arrays(arrays: ArrayRecord, task: str, current: Mapping[str, NDArray]) -> dict[str, NDArray]:
+def _server_half(
+    entry: TaskReport, task: TaskPlan, plan: Plan, stages: ServerStageSource | None
+) -> Mapping[str, NDArray]:
+    """The service's half of a task that was split, by key; empty for one that trained whole."""
+    if entry.split is None:
+        return {}
+    if task.split_point is None or stages is None:
+        raise _RefusedError("reports half of a model where a whole one was asked")
+    if entry.split.split_point != task.split_point:
+        raise _RefusedError(f"split its model at {entry.split.split_point}, not at {task.split_point} as asked")
+    try:
+        half: ServerHalf = stages.collect(plan.server_round, plan.client, task.task, plan.attempt)
+    except StageError as error:
+        raise _RefusedError(f"the split service has no other half: {error}") from None
+    for what, own, other in (
+        ("steps", entry.num_steps, half.num_steps),
+        ("examples", entry.num_examples, half.num_examples),
+    ):
+        if own != other:
+            raise _RefusedError(f"its half was trained for {own} {what}, the split service's for {other}")
+    return {array_key(task.task, name): array for name, array in half.arrays.items()}
+
+
+def _task_arrays(
+    arrays: ArrayRecord, task: str, current: Mapping[str, NDArray], half: Mapping[str, NDArray]
+) -> dict[str, NDArray]:
+    """The arrays of a task, joined from the reply and the split service's half."""
     prefix = array_key(task, "x")[:-1]
     expected = [key for key in current if key.startswith(prefix)]
     found = {key for key in arrays if key.startswith(prefix)}
+    twice = found & set(half)
+    if twice:
+        raise _RefusedError(f"array {min(twice)!r} came from the client and from the split service")
+    found |= set(half)
     for what, keys in (("missing", set(expected) - found), ("unknown", found - set(expected))):
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise _RefusedError(f"{what} array {min(keys)!r}{more}")
-    return {key: _array(arrays[key], key, current[key]) for key in expected}
+    return {
+        key: _array(half[key] if key in half else _decoded(arrays[key], key), key, current[key]) for key in expected
+    }
 
 
-def _array(array: Array, key: str, like: NDArray) -> NDArray:
+def _decoded(array: Array, key: str) -> NDArray:
     try:
-        value = array.numpy()
+        return array.numpy()
     except Exception as error:  # bytes from outside: decoding may fail in any way
         raise _RefusedError(f"array {key!r} cannot be decoded: {error}") from None
+
+
+def _array(value: NDArray, key: str, like: NDArray) -> NDArray:
     if value.shape != like.shape:
         raise _RefusedError(f"array {key!r} has shape {value.shape} instead of {like.shape}")
     if value.dtype != like.dtype:
