@@ -10,7 +10,7 @@ from typing import Any
 from gpu_runtime.contracts import MEASURED, VIRTUAL
 from gpu_runtime.settings import Scalar, SettingsError, SharingSettings, keys_of, nearest, parse, setting, unknown_keys
 from strategies.options import StrategyOptions
-from strategies.split_options import SplitOptions
+from strategies.split_settings import SplitSettings
 from tasks.errors import NAME_PATTERN, TaskError
 from tasks.registry import task_name, task_refs
 from tasks.settings import DataSettings, TrainingSettings
@@ -46,7 +46,7 @@ class FleetSettings:
     clock: str = setting("fleet.clock", VIRTUAL, "seconds of a simulated fleet", choices=(VIRTUAL, MEASURED))
 
 
-SECTIONS = (RunSettings, FleetSettings, DataSettings, TrainingSettings, SharingSettings, StrategyOptions, SplitOptions)
+SECTIONS = (RunSettings, FleetSettings, DataSettings, TrainingSettings, SharingSettings, StrategyOptions, SplitSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Settings:
     training: TrainingSettings
     sharing: SharingSettings
     strategy: StrategyOptions
-    split: SplitOptions
+    split: SplitSettings
     task_refs: tuple[str, ...]
 
     @classmethod

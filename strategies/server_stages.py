@@ -6,23 +6,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu_runtime.pipeline.halves import ServerHalf
+
+__all__ = ["ServerHalf", "ServerStageSource", "StageError"]
+
 
 class StageError(RuntimeError):
     """A server stage that is not there; the text says why in one line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerHalf:
-    """The server stage of one client's task after a round: its arrays by parameter name, and what trained them."""
-
-    arrays: Mapping[str, npt.NDArray[np.generic]]
-    num_steps: int
-    num_examples: int
 
 
 class ServerStageSource(ABC):

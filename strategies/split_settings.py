@@ -16,7 +16,7 @@ MAX_DEADLINE_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitOptions:
+class SplitSettings:
     """Split training of a run. A point or number of micro-batches of 0 is chosen by the planner, each round anew.
 
     `address` names a split service that stands alone, "host:port"; empty: the ServerApp hosts one. Its secret tokens
@@ -42,7 +42,7 @@ class SplitOptions:
         choices=(*ENCODINGS, ANY),
     )
     min_depth: int = setting(
-        "split.min-depth", 1, "privacy: least blocks on the device; with 0 raw inputs may leave it", minimum=0
+        "split.min-depth", 1, "privacy: least blocks that stay on the device", minimum=1, maximum=10_000
     )
     activation_clip: float = setting(
         "split.activation-clip", 0.0, "privacy: largest L2 norm of an example's activations; 0: none", minimum=0.0
