@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,7 +186,7 @@ class TaskTraining(Work):
         loss = self._loss_of(model, batch)
         self._precision.backward(loss)
         if self._anchor:
-            self._pull_to_anchor(model)
+            pull_to_anchor(model.parameters(), self._anchor, self._plan.proximal_mu)
         self._precision.step(optimizer)
         return loss.detach()
 
@@ -209,7 +209,7 @@ class TaskTraining(Work):
             )
         self._precision.unscale(optimizer)
         if self._anchor:
-            self._pull_to_anchor(model)
+            pull_to_anchor(model.parameters(), self._anchor, self._plan.proximal_mu)
         self._precision.step(optimizer)
         return loss
 
@@ -275,19 +275,20 @@ class TaskTraining(Work):
         with self._precision.forward():
             return self._workload.loss(model(inputs), targets)
 
-    @torch.no_grad()
-    def _pull_to_anchor(self, model: nn.Module) -> None:
-        """Gradient of FedProx's mu/2 ||w - w0||^2 (arXiv 1812.06127, eq. 2)."""
-        for parameter, start in zip(model.parameters(), self._anchor, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter - start, alpha=self._plan.proximal_mu)
-
     def _release(self) -> None:
         if self._graph is not None:
             self._graph.close()
         self._model, self._optimizer, self._buffers, self._graph, self._anchor = None, None, None, None, []
         self._batches = iter(())
         self._start_arrays = {}
+
+
+@torch.no_grad()
+def pull_to_anchor(parameters: Iterable[nn.Parameter], anchor: Sequence[torch.Tensor], mu: float) -> None:
+    """Add the gradient of FedProx's mu/2 ||w - w0||^2 (arXiv 1812.06127, eq. 2), w0 being `anchor`, where there is one."""
+    for parameter, start in zip(parameters, anchor, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter - start, alpha=mu)
 
 
 def check_plan(plan: TaskPlan, batch_size: int) -> None:
