@@ -13,6 +13,7 @@ from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED, Span
 from gpu_runtime.device import Device
 from gpu_runtime.device_memory import free_bytes
 from gpu_runtime.lanes.base import DEFAULT_OPTIONS, Lane, LaneLostError, LaneOptions, PartitionBackend
+from gpu_runtime.lanes.own import own_lane
 from gpu_runtime.memory import Admission
 from gpu_runtime.step_queue import Entry, Grant, StepQueue
 from gpu_runtime.work import Work, one_line
@@ -76,6 +77,7 @@ class Executor:
         """Run all `works`, one for each task, and return when every one has ended.
 
         A task that raises fails alone. At the deadline each task stops after its current step and keeps what it did.
+        Work that mostly waits (`Work.own_lane`) has a lane of its own beside those of the backend, and no share.
 
         Args:
             works: the work of each task.
@@ -113,16 +115,14 @@ class _Run:
         self._start_s, self._deadline_s, self._admission = start_s, deadline_s, admission
         self._results: dict[str, WorkResult] = {}
         self._notes: list[str] = []
-        self._shares: Mapping[str, float] = (
-            {load.task: 1.0 for load in loads}
-            if backend.in_order
-            else equal_finish(loads, minimum_share=backend.minimum_share).shares
-        )
-        self._lanes = backend.lanes(loads, options)
+        shared = [load for work, load in zip(works, loads, strict=True) if not work.own_lane]
+        self._shares: Mapping[str, float] = _shares(backend, shared)
+        shared_lanes = backend.lanes(shared, options) if shared else ()
+        self._lanes = (*shared_lanes, *_own_lanes(backend, works, options))
         self._queue = StepQueue(
             [Entry(work=work, load=load) for work, load in zip(works, loads, strict=True)],
             threads=backend.threads,
-            num_lanes=len(self._lanes),
+            num_lanes=len(shared_lanes),
             clock=time.perf_counter,
             on_end=self._note_end,
             in_order=backend.in_order,
@@ -173,6 +173,9 @@ class _Run:
         ):
             if cancel.is_set() and not self._queue.cancelled:
                 self._queue.cancel()
+                for work in self._works:
+                    if work.task not in self._results:
+                        work.interrupt()
                 give_up_s = time.perf_counter() + STUCK_S
             running[0].join(POLL_S)
 
@@ -216,7 +219,9 @@ class _Run:
 
     def _note_end(self, work: Work, error: BaseException | None) -> None:
         outcome, text = TRAINED, ""
-        if error is not None:
+        if error is not None and work.own_lane and self._queue.cancelled:
+            outcome, text = CANCELLED, "cancelled"  # in the middle of a step that waited
+        elif error is not None:
             outcome, text = FAILED, one_line(error)
         elif not work.finished:
             reason = f"deadline of {self._deadline_s:g} s"
@@ -245,3 +250,16 @@ class _Run:
             share=self._shares.get(work.task),
             error=error,
         )
+
+
+def _shares(backend: PartitionBackend, loads: Sequence[TaskLoad]) -> Mapping[str, float]:
+    """The share of each task that runs in the backend's lanes."""
+    if backend.in_order or not loads:
+        return {load.task: 1.0 for load in loads}
+    return equal_finish(loads, minimum_share=backend.minimum_share).shares
+
+
+def _own_lanes(backend: PartitionBackend, works: Sequence[Work], options: LaneOptions) -> tuple[Lane, ...]:
+    """A lane for each work that mostly waits: one core wide, since cores are not counted for it, all of them alone."""
+    width = backend.device.num_cores if len(works) == 1 and not options.deterministic else 1
+    return tuple(own_lane(backend.device, work.task, width, options) for work in works if work.own_lane)

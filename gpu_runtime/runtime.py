@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,10 +20,12 @@ from gpu_runtime.contracts import (
     FAILED,
     MEASURED,
     TRAINED,
+    Emulation,
     HeldTask,
     Plan,
     Profile,
     Report,
+    SplitAccess,
     TaskCost,
     TaskPlan,
     TaskProfile,
@@ -38,7 +42,11 @@ from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
+from gpu_runtime.pipeline.session import Channel, LinkError
+from gpu_runtime.pipeline.split_training import SplitTraining
+from gpu_runtime.pipeline.stages import unsplittable
 from gpu_runtime.profiler import Profiler, operators
+from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
 from gpu_runtime.virtual_resource import OperatorDemand
@@ -47,6 +55,9 @@ from gpu_runtime.workers.pool import WorkerPool
 from gpu_runtime.workers.remote_training import RemoteTraining
 from gpu_runtime.workload import Workload, WorkloadFactory
 from gpu_runtime.workload_cache import WorkloadCache
+
+ChannelFactory = Callable[[SplitAccess, Emulation | None], Channel]
+Training = TaskTraining | RemoteTraining | SplitTraining
 
 DEFAULT_SHARING = SharingSettings()
 # What a step may take to come back when the runtime is closed.
@@ -83,8 +94,23 @@ class Runtime(ABC):
         """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`."""
 
     @abstractmethod
-    def train(self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]) -> TrainResult:
-        """Run a plan. A task that fails is reported as such and gives no arrays; the others go on."""
+    def train(
+        self,
+        plan: Plan,
+        arrays: Mapping[str, np.ndarray],
+        held: Sequence[HeldTask],
+        emulation: Emulation | None = None,
+    ) -> TrainResult:
+        """Run a plan. A task that fails is reported as such and gives no arrays; the others go on.
+
+        A task that trained split (its report says so) gives the arrays of its device stage only.
+
+        Args:
+            plan: what to train, and how.
+            arrays: start weights by `<task>/<parameter>`.
+            held: the tasks of this client.
+            emulation: a slower device and link to act out, for split tasks.
+        """
 
     @abstractmethod
     def evaluate(
@@ -120,6 +146,8 @@ class EmbeddedRuntime(Runtime):
             "package.module:function".
         sharing: how the device is shared. A plan's own sharing mode goes before `sharing.mode`.
         budget_s: seconds that profiling may take for each task, and trying a backend for all of them together.
+        channel_factory: makes the channel to the split service of a plan, over an emulated link if there is one; by
+            default `gpu_runtime.pipeline.channel.GrpcChannel`.
 
     Raises:
         FactoryError: the factory cannot be found.
@@ -131,8 +159,10 @@ class EmbeddedRuntime(Runtime):
         sharing: SharingSettings = DEFAULT_SHARING,
         *,
         budget_s: float = 3.0,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
         self._sharing = sharing
+        self._channel_factory = channel_factory or grpc_channel
         self._profiler = Profiler(budget_s=budget_s)
         self._working = threading.Lock()
         self._cancel = threading.Event()
@@ -140,6 +170,7 @@ class EmbeddedRuntime(Runtime):
         self._workers = WorkerPool(factory)
         self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers), trial_s=budget_s)
         self._costs: dict[tuple[str, int], TaskCost] = {}
+        self._unsplittable: dict[str, str] = {}
         self._device: Device | None = None
 
     @property
@@ -173,6 +204,7 @@ class EmbeddedRuntime(Runtime):
                             num_examples=len(workload.train_examples()),
                             batch_size=workload.batch_size,
                             cost=cost,
+                            unsplittable=self._why_unsplittable(workload),
                         )
                     )
                 except Exception as error:  # a user's task may raise anything; the others go on
@@ -189,13 +221,19 @@ class EmbeddedRuntime(Runtime):
             errors=tuple(errors),
         )
 
-    def train(self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask]) -> TrainResult:
+    def train(
+        self,
+        plan: Plan,
+        arrays: Mapping[str, np.ndarray],
+        held: Sequence[HeldTask],
+        emulation: Emulation | None = None,
+    ) -> TrainResult:
         with self._working, narrow():
             self._cancel.clear()
             _import_optimizers()
             backend, notes = self._backend(plan)
             started_at_s, origin_s = time.time(), time.perf_counter()
-            trainings, refused = self._trainings(plan, arrays, held, remote=backend.remote)
+            trainings, refused = self._trainings(plan, arrays, held, emulation, remote=backend.remote)
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
             peak = PeakMemory(self.device)
@@ -300,6 +338,7 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._workloads.clear()
             self._costs.clear()
+            self._unsplittable.clear()
             self._mixes.clear()
             self._workers.close()
 
@@ -325,8 +364,11 @@ class EmbeddedRuntime(Runtime):
             result = self._mixes.known([task.task for task in plan.tasks])
             name = result.best if result is not None else AUTO
         backend = choose(name, plan.sharing_mode, self.device, self._workers)
+        num_shared = sum(task.split_point is None for task in plan.tasks)
+        if num_shared == 0:
+            return backend, ()
         try:
-            backend.start(len(plan.tasks))
+            backend.start(num_shared)
         except BackendError as error:
             if self._sharing.backend not in (AUTO, MpsBackend.name):
                 raise
@@ -340,8 +382,14 @@ class EmbeddedRuntime(Runtime):
         return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
 
     def _trainings(
-        self, plan: Plan, arrays: Mapping[str, np.ndarray], held: Sequence[HeldTask], *, remote: bool
-    ) -> tuple[list[TaskTraining | RemoteTraining], list[TaskReport]]:
+        self,
+        plan: Plan,
+        arrays: Mapping[str, np.ndarray],
+        held: Sequence[HeldTask],
+        emulation: Emulation | None,
+        *,
+        remote: bool,
+    ) -> tuple[list[Training], list[TaskReport]]:
         """A training for each task of the plan that can start, a failed report for each that cannot."""
         workloads: dict[str, Workload] = {}
         held_as: dict[str, HeldTask] = {}
@@ -353,8 +401,8 @@ class EmbeddedRuntime(Runtime):
             except Exception as error:  # a user's task may raise anything; the others go on
                 unbuilt.append(f"{each.ref}: {one_line(error)}")
         by_task = _arrays_by_task(arrays)
-        origin = Origin(client=plan.client, server_round=plan.server_round, seed=plan.seed)
-        trainings: dict[str, TaskTraining | RemoteTraining] = {}
+        origin = _origin(plan)
+        trainings: dict[str, Training] = {}
         refused: list[TaskReport] = []
         for task in plan.tasks:
             try:
@@ -365,27 +413,62 @@ class EmbeddedRuntime(Runtime):
                     raise ValueError("; ".join([f"this client does not hold the task (it holds: {holds})", *unbuilt]))
                 if task.task not in by_task:
                     raise ValueError("the message has no arrays for this task")
-                trainings[task.task] = (
-                    RemoteTraining(
+                workload = workloads[task.task]
+                if task.split_point is not None:
+                    trainings[task.task] = self._split(plan, task, workload, by_task[task.task], emulation)
+                elif remote:
+                    trainings[task.task] = RemoteTraining(
                         held=held_as[task.task],
-                        workload=workloads[task.task],
+                        workload=workload,
                         plan=task,
                         arrays=by_task[task.task],
                         origin=origin,
                         device=self.device.torch_device,
                     )
-                    if remote
-                    else TaskTraining(
-                        workload=workloads[task.task],
+                else:
+                    trainings[task.task] = TaskTraining(
+                        workload=workload,
                         plan=task,
                         arrays=by_task[task.task],
                         origin=origin,
                         device=self.device.torch_device,
                     )
-                )
             except Exception as error:  # a user's task may raise anything; the others go on
                 refused.append(_refused(task, error))
         return list(trainings.values()), refused
+
+    def _split(
+        self,
+        plan: Plan,
+        task: TaskPlan,
+        workload: Workload,
+        arrays: Mapping[str, np.ndarray],
+        emulation: Emulation | None,
+    ) -> SplitTraining:
+        """The training of a task that is split."""
+        access = plan.split
+        if access is None:
+            raise ValueError(f"the plan splits the model at block {task.split_point} and names no split service")
+        return SplitTraining(
+            workload=workload,
+            plan=task,
+            arrays=arrays,
+            origin=_origin(plan),
+            device=self.device.torch_device,
+            access=access,
+            channel=functools.partial(self._channel_factory, access, emulation),
+            attempt=plan.attempt,
+            emulation=emulation or Emulation(),
+            noise_seed=plan.seed if plan.deterministic else None,
+        )
+
+    def _why_unsplittable(self, workload: Workload) -> str:
+        """Of the workload's model, kept: models are not built for this twice."""
+        if workload.name not in self._unsplittable:
+            with seeded_draws(0, torch.device("cpu")):
+                model = workload.build_model()
+            self._unsplittable[workload.name] = unsplittable(model.train())
+        return self._unsplittable[workload.name]
 
     def _load(self, work: Work, plan: TaskPlan | None = None) -> TaskLoad:
         """What is known of the cost of some work; unprofiled tasks count as equal per example, until they run."""
@@ -398,8 +481,8 @@ class EmbeddedRuntime(Runtime):
             demand=cost.demand if cost else 1.0,
             speed_curve=cost.speed_curve if cost else (),
             maximum_share=cap,
-            # Measured in training: an evaluation takes less.
-            peak_memory_bytes=cost.peak_memory_bytes if cost and plan is not None else 0,
+            # Measured in training of whole models: an evaluation takes less, and so does a device stage.
+            peak_memory_bytes=cost.peak_memory_bytes if cost and plan is not None and plan.split_point is None else 0,
         )
 
 
@@ -407,6 +490,23 @@ class EmbeddedRuntime(Runtime):
 def _import_optimizers() -> None:
     """torch imports its compiler, for seconds, with the first optimiser of a process: not part of any round's time."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def grpc_channel(access: SplitAccess, emulation: Emulation | None) -> Channel:
+    """A channel to the split service that `access` names. Imported when needed: whole models train without gRPC.
+
+    Raises:
+        LinkError: this machine has no gRPC.
+    """
+    try:
+        module = importlib.import_module("gpu_runtime.pipeline.channel")
+    except ImportError as error:
+        raise LinkError(f"the split service at {access.address} cannot be reached without gRPC: {error}") from None
+    return cast(Channel, module.GrpcChannel(access, emulation))
+
+
+def _origin(plan: Plan) -> Origin:
+    return Origin(client=plan.client, server_round=plan.server_round, seed=plan.seed)
 
 
 def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
@@ -417,7 +517,7 @@ def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.
     return by_task
 
 
-def _task_report(training: TaskTraining | RemoteTraining, execution: Execution, peak_memory_bytes: int) -> TaskReport:
+def _task_report(training: Training, execution: Execution, peak_memory_bytes: int) -> TaskReport:
     result = execution.results[training.task]
     trained = result.outcome == TRAINED
     losses = training.losses
@@ -434,6 +534,7 @@ def _task_report(training: TaskTraining | RemoteTraining, execution: Execution, 
         last_loss=losses.last,
         micro_batch=training.micro_batch,
         peak_memory_bytes=peak_memory_bytes,
+        split=training.report if isinstance(training, SplitTraining) else None,
     )
 
 

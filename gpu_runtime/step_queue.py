@@ -1,7 +1,7 @@
 """Which lane runs which step next: work stealing that keeps every task on its equal-finish line. Plain Python.
 
 Lanes take grants (some steps of one task on some threads) and give them back. A task never runs in two lanes at once,
-and the threads of all grants together never exceed those of the backend.
+and the threads of all grants together never exceed those of the backend. Work with a lane of its own is not counted.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StepQueue:
     Args:
         entries: the tasks, in the order of the plan.
         threads: most threads that all grants together may use.
-        num_lanes: lanes that will take from the queue.
+        num_lanes: lanes that will take from the queue, but for those that are some work's own.
         in_order: one task after another instead of interleaved.
         deterministic: every grant is one thread wide.
         deadline_s: `clock` time after which work is cut short after its current step.
@@ -129,7 +129,10 @@ class StepQueue:
         """The next grant for `lane`; waits for one. None when nothing is left for this lane to do."""
         with self._changed:
             while True:
-                unfinished = [entry for entry in self._entries.values() if not entry.ended]
+                beside = self._is_own(lane)
+                unfinished = [
+                    entry for entry in self._entries.values() if not entry.ended and entry.work.own_lane == beside
+                ]
                 mine = [entry for entry in unfinished if lane.tasks is None or entry.work.task in lane.tasks]
                 if not mine or self._cancelled:
                     return None
@@ -160,10 +163,12 @@ class StepQueue:
     def lane_lost(self, lane: Lane, error: BaseException) -> None:
         """A lane cannot serve: its own tasks fail, and all others too when it was the last lane."""
         with self._changed:
-            self._num_lanes -= 1
+            beside = self._is_own(lane)
+            self._num_lanes -= not beside
             for entry in self._entries.values():
                 own = (lane.tasks is not None and entry.work.task in lane.tasks) or entry.work.lane == lane.name
-                if not entry.ended and entry.running_width == 0 and (own or self._num_lanes == 0):
+                last = self._num_lanes == 0 and not (beside or entry.work.own_lane)
+                if not entry.ended and entry.running_width == 0 and (own or last):
                     entry.work.abandon()
                     self._end(entry, error)
             self._changed.notify_all()
@@ -190,6 +195,12 @@ class StepQueue:
 
     # ------------------------------------------------------------------------------------------------------ internals
 
+    def _is_own(self, lane: Lane) -> bool:
+        """Whether `lane` is some work's own."""
+        return lane.tasks is not None and any(
+            task in self._entries and self._entries[task].work.own_lane for task in lane.tasks
+        )
+
     def _past_deadline(self) -> bool:
         return self._deadline_s is not None and self._clock() >= self._deadline_s
 
@@ -207,7 +218,13 @@ class StepQueue:
             for entry in waiting:
                 entry.admitted = True
             return
-        waiting = waiting[:1] if self._in_order else sorted(waiting, key=lambda entry: -entry.left_s)
+        if self._in_order:
+            # What has a lane of its own runs beside the others: it neither waits its turn nor takes one.
+            for entry in waiting:
+                entry.admitted = entry.work.own_lane
+            waiting = [entry for entry in waiting if not entry.admitted][:1]
+        else:
+            waiting = sorted(waiting, key=lambda entry: -entry.left_s)
         for admitted in self._admission.admit([entry.work.task for entry in waiting]):
             entry = self._entries[admitted.task]
             entry.admitted = True
@@ -217,7 +234,8 @@ class StepQueue:
 
     def _grant(self, lane: Lane, mine: Sequence[Entry], unfinished: Sequence[Entry]) -> Grant | None:
         idle = [entry for entry in mine if entry.running_width == 0 and entry.work.lane in (None, lane.name)]
-        free = self._threads - sum(entry.running_width for entry in unfinished)
+        own = self._is_own(lane)
+        free = lane.width or 1 if own else self._threads - sum(entry.running_width for entry in unfinished)
         if not idle or free <= 0:
             return None
         if self._past_deadline():
@@ -225,7 +243,7 @@ class StepQueue:
         idle, mine, unfinished = ([each for each in some if each.admitted] for some in (idle, mine, unfinished))
         if not idle:
             return None
-        if self._in_order:
+        if self._in_order and not own:
             entry = idle[0]
         elif lane.tasks is None:
             entry = next_in_line(idle, unfinished, self._num_lanes)

@@ -285,7 +285,7 @@ class TaskTraining(Work):
 
 @torch.no_grad()
 def pull_to_anchor(parameters: Iterable[nn.Parameter], anchor: Sequence[torch.Tensor], mu: float) -> None:
-    """Add the gradient of FedProx's mu/2 ||w - w0||^2 (arXiv 1812.06127, eq. 2), w0 being `anchor`, where there is one."""
+    """Add that of FedProx's mu/2 ||w - w0||^2 (arXiv 1812.06127, eq. 2) to the gradients; w0 is `anchor`."""
     for parameter, start in zip(parameters, anchor, strict=True):
         if parameter.grad is not None:
             parameter.grad.add_(parameter - start, alpha=mu)

@@ -23,6 +23,8 @@ class Work(ABC):
         batch_size: examples a step takes (the last may take fewer).
         examples_done, steps_done: progress.
         lane: the only lane that can take its next steps; None for any.
+        own_lane: whether its steps mostly wait, for a network say: it then gets a lane of its own in this process,
+            beside those of the backend, and no core is kept for it.
     """
 
     task: str
@@ -31,6 +33,7 @@ class Work(ABC):
     examples_done: int = 0
     steps_done: int = 0
     lane: str | None = None
+    own_lane: bool = False
 
     @property
     def finished(self) -> bool:
@@ -59,6 +62,9 @@ class Work(ABC):
     @abstractmethod
     def step(self) -> None:
         """Advance by one batch. Called in the lane's thread, on the lane's stream."""
+
+    def interrupt(self) -> None:  # noqa: B027 - most steps end by themselves
+        """Called by any thread when the work is cancelled: have a step that waits for others end, with an error."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,10 @@ from gpu_runtime.pipeline.session import (
     StageSession,
 )
 from gpu_runtime.pipeline.stage_device import StageDevice
+from gpu_runtime.pipeline.stage_optimizer import StageOptimizer
 from gpu_runtime.pipeline.stages import SeededForward, ServerStage, loaded_stage, stage_precision, to_stage
 from gpu_runtime.randomness import seed_of
-from gpu_runtime.state import dump_state
-from gpu_runtime.training import pull_to_anchor
+from gpu_runtime.state import StateError, dump_state
 from gpu_runtime.work import one_line
 from gpu_runtime.workload import Workload
 
@@ -101,8 +102,7 @@ class ServerSession(StageSession):
         self._position = Position()
         self._precision, _ = stage_precision(workload, self._torch_device)
         self._forward = SeededForward(self._torch_device, self._seed)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._anchor: list[torch.Tensor] = []
+        self._optimizer: StageOptimizer | None = None
         self._stage: ServerStage | None = None
         self._signature: tuple[object, ...] = ()
         self._update_s = 0.0
@@ -126,9 +126,9 @@ class ServerSession(StageSession):
             where = f"step {activation.step + 1}, micro-batch {activation.index + 1}"
             raise SplitError(f"the server stage cannot train on {where}: {one_line(error)}") from error
         loss, tensors, last = done.result
-        server_s, self._update_s = done.seconds + self._update_s, 0.0
+        server_s, self._update_s = done.seconds + self._update_s, 0.0  # with the step that came before
         if last:
-            self._device.post(self, self._update).add_done_callback(self._updated)
+            self._device.post(self, self._update)
         return Gradient(step=activation.step, index=activation.index, loss=loss, server_s=server_s, tensors=tensors)
 
     def finish(self, end: SessionEnd) -> SessionEnd:
@@ -145,11 +145,14 @@ class ServerSession(StageSession):
             )
         try:
             arrays = self._device.run(self, self._dump).result
-        except Exception as error:
+            self._keep(ServerHalf(arrays=arrays, num_steps=mine.num_steps, num_examples=mine.num_examples))
+        except SplitError:
             self.abandon()
-            raise error if isinstance(error, SplitError) else SplitError(one_line(error)) from error
+            raise
+        except StateError as error:
+            self.abandon()
+            raise SplitError(str(error)) from error
         self._end = mine
-        self._keep(ServerHalf(arrays=arrays, num_steps=mine.num_steps, num_examples=mine.num_examples))
         self.abandon()
         return mine
 
@@ -170,11 +173,13 @@ class ServerSession(StageSession):
         stage = loaded_stage(
             ServerStage, self._workload, arrays, spec.split_point, self._torch_device, self._seed("model")
         )
-        rate = self._workload.learning_rate if spec.learning_rate is None else spec.learning_rate
-        if any(True for _ in stage.parameters()):
-            self._optimizer = self._workload.optimizer(stage.parameters(), rate)
-        if spec.proximal_mu:
-            self._anchor = [parameter.detach().clone() for parameter in stage.parameters()]
+        self._optimizer = StageOptimizer(
+            stage,
+            self._workload,
+            learning_rate=spec.learning_rate,
+            proximal_mu=spec.proximal_mu,
+            precision=self._precision,
+        )
         self._stage = stage
 
     def _train(self, activation: Activation) -> tuple[float, tuple[EncodedTensor | None, ...], bool]:
@@ -230,18 +235,14 @@ class ServerSession(StageSession):
             return self._workload.loss(stage(inputs), targets)
 
     def _update(self) -> None:
-        stage = self._ready()
-        if self._optimizer is None:
-            return
-        if self._anchor:
-            pull_to_anchor(stage.parameters(), self._anchor, self._spec.proximal_mu)
-        self._precision.step(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _updated(self, future: Any) -> None:
-        self._failure = future.exception()
-        if self._failure is None:
-            self._update_s = future.result().seconds
+        started_s = time.perf_counter()
+        try:
+            self._ready()
+            assert self._optimizer is not None
+            self._optimizer.step()
+        except Exception as error:  # nobody waits for it: the next call tells
+            self._failure = error
+        self._update_s = time.perf_counter() - started_s
 
     def _dump(self) -> dict[str, np.ndarray]:
         return dump_state(self._ready())
@@ -254,7 +255,7 @@ class ServerSession(StageSession):
         return self._stage
 
     def _release(self) -> None:
-        self._stage, self._optimizer, self._anchor = None, None, []
+        self._stage, self._optimizer = None, None
 
 
 def _decoded(encoded: EncodedTensor, num_examples: int, what: str) -> torch.Tensor:

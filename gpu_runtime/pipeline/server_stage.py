@@ -17,7 +17,7 @@ from gpu_runtime.pipeline.session import RefusedError, SessionKey, SessionSpec, 
 from gpu_runtime.pipeline.stage_device import StageDevice
 from gpu_runtime.pipeline.stages import CutError
 from gpu_runtime.state import StateError
-from gpu_runtime.work import TrainingError, one_line
+from gpu_runtime.work import TrainingError
 from gpu_runtime.workload import Workload
 
 MAX_SESSIONS = 256
@@ -174,7 +174,7 @@ class ServerStages(StageHost):
                 ended=ended,
             )
         except (CutError, StateError, TrainingError) as error:
-            raise RefusedError(one_line(error)) from error
+            raise RefusedError(str(error)) from error
         made.append(session)
         with self._lock:
             other = opened.sessions.get(key)

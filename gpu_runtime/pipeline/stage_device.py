@@ -57,9 +57,7 @@ class StageDevice:
         deterministic: every session computes on one core, also a lone one.
     """
 
-    def __init__(
-        self, device: Device, backend: PartitionBackend | None = None, *, deterministic: bool = False
-    ) -> None:
+    def __init__(self, device: Device, backend: PartitionBackend | None = None, *, deterministic: bool = False) -> None:
         self.device = device
         backend = backend or choose(AUTO, "competitive", device)
         self._sticky = device.kind == CUDA

@@ -1,4 +1,4 @@
-"""A model cut in two: device stage and server stage, why a model cannot be cut, and what both stages do the same way."""
+"""A model cut in two: device stage and server stage, why a model cannot be cut, and what both do the same way."""
 
 from __future__ import annotations
 
