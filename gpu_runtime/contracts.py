@@ -172,6 +172,19 @@ class TaskCost:
     update_s: float = 0.0
     target_bytes: int = 0
 
+    def scaled(self, factor: float) -> TaskCost:
+        """The cost on a device that needs `factor` times the seconds for the same work."""
+        seconds = ("forward_s", "backward_s", "forward_call_s", "backward_call_s")
+        return dataclasses.replace(
+            self,
+            solo_cost_s=self.solo_cost_s * factor,
+            update_s=self.update_s * factor,
+            blocks=tuple(
+                dataclasses.replace(block, **{name: getattr(block, name) * factor for name in seconds})
+                for block in self.blocks
+            ),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskProfile:

@@ -93,6 +93,9 @@ class Fleet:
     cost_error: float = setting("cost-error", 0.15, "hidden error of the costs planners see", minimum=0.0, maximum=2.0)
     drift: float = setting("drift", 0.0, "random walk of a client's costs, per round", minimum=0.0, maximum=2.0)
     dropout: float = setting("dropout", 0.0, "probability that a reply is lost", minimum=0.0, maximum=1.0)
+    server_speed: float = setting(
+        "server-speed", 8.0, "the split service's device, in the unit of the clients' speed", above=0.0, maximum=1e4
+    )
     name: str = field(default="")
     classes: tuple[ClientClass, ...] = field(default=())
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.contracts import BlockCost, ContractError, TaskCost, from_mapping
+from gpu_runtime.contracts import ContractError, TaskCost, from_mapping
 from gpu_runtime.settings import nearest
 
 COSTS_DIR = Path(__file__).parent / "costs"
@@ -57,16 +57,3 @@ def load_costs(name: str, directory: Path = COSTS_DIR) -> RecordedCosts:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CostsError(f"recorded costs {name!r}: {type(error).__name__}: {error}") from None
-
-
-def scaled(cost: TaskCost, factor: float) -> TaskCost:
-    """The cost on a device that needs `factor` times the seconds for the same work."""
-    blocks = tuple(
-        BlockCost(
-            forward_s=block.forward_s * factor,
-            backward_s=block.backward_s * factor,
-            boundary_bytes=block.boundary_bytes,
-        )
-        for block in cost.blocks
-    )
-    return replace(cost, solo_cost_s=cost.solo_cost_s * factor, blocks=blocks)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from gpu_runtime.contracts import TRAINED, VIRTUAL, Plan, Profile, Report, TaskCost, TaskPlan, TaskReport
+from gpu_runtime.pipeline.cut_costs import Link
 from simulations.fleet import Fleet, FleetClient
-from simulations.task_costs import RecordedCosts, scaled
+from simulations.task_costs import RecordedCosts
 from simulations.virtual_clock import Timeline, Work, run_device, transfer_s
+from simulations.virtual_split import VirtualPipeline, pipeline
 
 
 class VirtualDevice:
@@ -30,8 +33,9 @@ class VirtualDevice:
         self._recorded = recorded
         self._seed = seed
         self.unrecorded: set[str] = set()
+        self._batch_sizes: dict[str, int] = {}
         self._costs: dict[str, TaskCost] = {
-            task: scaled(cost, 1 / client.kind.speed) for task, cost in recorded.tasks.items()
+            task: cost.scaled(1 / client.kind.speed) for task, cost in recorded.tasks.items()
         }
 
     def knows_all_costs(self) -> bool:
@@ -45,8 +49,9 @@ class VirtualDevice:
         """
         kind = self._client.kind
         for task in answer.tasks:
+            self._batch_sizes[task.task] = task.batch_size
             if task.task not in self._costs and task.cost is not None:
-                self._costs[task.task] = scaled(task.cost, 1 / kind.speed)
+                self._costs[task.task] = task.cost.scaled(1 / kind.speed)
                 self.unrecorded.add(task.task)
         return replace(
             answer,
@@ -75,9 +80,10 @@ class VirtualDevice:
                 seconds = task.seconds / task.num_examples / self._client.kind.speed
                 self._costs[task.task] = TaskCost(demand=1.0, solo_cost_s=seconds, speed_curve=((1.0, 1.0),))
                 self.unrecorded.add(task.task)
-        timeline = self._run(examples, plan, report.server_round, bytes_down, bytes_up)
+        pipelines = self._pipelines({task.task for task in report.tasks if task.split is not None}, planned, report)
+        timeline = self._run(examples, plan, report.server_round, bytes_down, bytes_up, pipelines)
         tasks = tuple(
-            replace(task, seconds=timeline.finish_s[task.task]) if task.task in timeline.finish_s else task
+            self._in_virtual_seconds(task, timeline, pipelines) if task.task in timeline.finish_s else task
             for task in report.tasks
         )
         return replace(report, tasks=tasks, seconds=timeline.makespan_s, clock=VIRTUAL)
@@ -98,24 +104,63 @@ class VirtualDevice:
         if drift:
             steps = (self._random("drift", past).gauss(0, 1) for past in range(1, server_round + 1))
             exponent += drift * math.fsum(steps)
-        return scaled(self._costs[task], math.exp(exponent))
+        return self._costs[task].scaled(math.exp(exponent))
+
+    @property
+    def _link(self) -> Link:
+        kind = self._client.kind
+        return Link(
+            uplink_bytes_per_s=kind.uplink_bytes_per_s,
+            downlink_bytes_per_s=kind.downlink_bytes_per_s,
+            latency_s=kind.latency_ms / 1000,
+        )
+
+    def _pipelines(
+        self, split: Iterable[str], planned: Mapping[str, TaskPlan], report: Report
+    ) -> dict[str, VirtualPipeline]:
+        """Of the tasks that were split, as far as the costs of their blocks are known."""
+        found = {}
+        for task in split:
+            plan, recorded = planned.get(task), self._recorded.tasks.get(task)
+            if plan is None or recorded is None or task not in self._costs:
+                continue
+            batch_size = plan.batch_size or self._batch_sizes.get(task, 1)
+            server = recorded.scaled(1 / self._fleet.server_speed)
+            pipe = pipeline(plan, batch_size, self.true_cost(task, report.server_round), server, self._link)
+            if pipe is not None:
+                found[task] = pipe
+        return found
+
+    def _in_virtual_seconds(
+        self, task: TaskReport, timeline: Timeline, pipelines: Mapping[str, VirtualPipeline]
+    ) -> TaskReport:
+        task = replace(task, seconds=timeline.finish_s[task.task])
+        if task.split is None or task.task not in pipelines:
+            return task
+        return replace(task, split=pipelines[task.task].report(task.split, task.num_steps, self._link))
 
     def _run(
-        self, examples: Mapping[str, float], plan: Plan | None, server_round: int, bytes_down: int, bytes_up: int
+        self,
+        examples: Mapping[str, float],
+        plan: Plan | None,
+        server_round: int,
+        bytes_down: int,
+        bytes_up: int,
+        pipelines: Mapping[str, VirtualPipeline] = MappingProxyType({}),
     ) -> Timeline:
         kind = self._client.kind
         shares = {task.task: task.share for task in plan.tasks} if plan else {}
-        work = [
-            Work(
-                task=task,
-                num_examples=count,
-                cost=self.true_cost(task, server_round),
-                expected_cost_s=self._costs[task].solo_cost_s,
-                share=shares.get(task),
+        work = []
+        for task, count in examples.items():
+            if task not in self._costs:
+                continue
+            cost, expected_s = self.true_cost(task, server_round), self._costs[task].solo_cost_s
+            if task in pipelines:
+                cost = pipelines[task].cost(cost)
+                expected_s = cost.solo_cost_s
+            work.append(
+                Work(task=task, num_examples=count, cost=cost, expected_cost_s=expected_s, share=shares.get(task))
             )
-            for task, count in examples.items()
-            if task in self._costs
-        ]
         latency_s = kind.latency_ms / 1000
         return run_device(
             work,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from gpu_runtime.contracts import (
     Plan,
     Profile,
     Report,
+    TaskCost,
     from_json,
     to_json,
 )
@@ -123,6 +124,12 @@ class VirtualGrid(Grid):
         self._devices: dict[str, VirtualDevice] = {}
         self._sent: dict[str, _Sent] = {}
         self._ready: dict[str, Message] = {}
+
+    def server_costs(self) -> Mapping[str, TaskCost] | None:
+        """Of each task on the split service's device, as planners see them; None where seconds are measured."""
+        if self._clock != VIRTUAL:
+            return None
+        return {task: cost.scaled(1 / self._fleet.server_speed) for task, cost in self._costs.tasks.items()}
 
     # ------------------------------------------------------------------------------------------------ Flower's Grid
 

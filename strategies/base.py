@@ -16,7 +16,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from gpu_runtime.contracts import MEASURED, VIRTUAL, Plan, Profile, TaskPlan, one_line, split_key, to_json
+from gpu_runtime.contracts import (
+    MEASURED,
+    VIRTUAL,
+    Plan,
+    Profile,
+    Report,
+    TaskPlan,
+    one_line,
+    split_key,
+    to_json,
+)
+from gpu_runtime.pipeline.planner import Choice
 from strategies import replies as checks
 from strategies.aggregation import mean_loss
 from strategies.evaluation import average_metrics
@@ -27,6 +38,8 @@ from strategies.outliers import without_outliers
 from strategies.profiles import ProfileBook
 from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle_fraction
 from strategies.replies import CheckedReply, NDArray, Update
+from strategies.split_plan import Choices, SplitPlanner, SplitService, split_fields
+from strategies.split_settings import SplitSettings
 
 __all__ = ["ClientRecord", "ClientTaskRecord", "MultiTaskStrategy", "RoundRecord", "StrategyError", "StrategyOptions"]
 
@@ -60,6 +73,7 @@ class _Round:
     arrays: Mapping[str, NDArray]
     transfers: Mapping[str, _Transfer]
     assignment: Assignment
+    choices: Choices
     notes: tuple[str, ...]
     started_s: tuple[float, float]
 
@@ -101,6 +115,11 @@ class MultiTaskStrategy(Strategy):
         self._node_of: dict[str, int] = {}
         self._round: _Round | None = None
         self._record: RoundRecord | None = None
+        self._split: SplitPlanner | None = None
+
+    def use_split(self, service: SplitService, settings: SplitSettings) -> None:
+        """Split tasks over this service from the next round on."""
+        self._split = SplitPlanner(service, settings)
 
     # ------------------------------------------------------------------------------------------ for subclasses
 
@@ -193,11 +212,24 @@ class MultiTaskStrategy(Strategy):
             for task in self.tasks
             if task not in held
         )
-        transfers = {client: self._transfer(client, arrays) for client in present}
-        assignment = self.assigner.assign(self._problem(transfers, held))
         attempt = self._round.attempt + 1 if self._round and self._round.server_round == server_round else 0
+        choices, split_notes = (
+            self._split.begin_round(
+                self.book, present, self.tasks, self.options.batch_sizes, server_round, attempt, arrays
+            )
+            if self._split is not None
+            else ({}, ())
+        )
+        transfers = {client: self._transfer(client, arrays, choices.get(client, {})) for client in present}
+        problem = self._problem(transfers, held)
+        if self._split is not None and choices:
+            assignment, choices = self._split.assign(
+                self.assigner, problem, self.book, choices, self.options.batch_sizes, server_round
+            )
+        else:
+            assignment = self.assigner.assign(problem)
         plans = {
-            client: self._plan(server_round, attempt, client, loads)
+            client: self._plan(server_round, attempt, client, loads, choices.get(client, {}))
             for client, loads in sorted(assignment.loads.items())
         }
         plans = dict(self.adjust_plans(server_round, arrays, config, plans, grid))
@@ -210,7 +242,8 @@ class MultiTaskStrategy(Strategy):
             arrays={key: array.numpy() for key, array in arrays.items()},
             transfers=transfers,
             assignment=assignment,
-            notes=notes,
+            choices=choices,
+            notes=(*notes, *split_notes),
             started_s=_clocks_s(),
         )
         return list(messages.values())
@@ -247,8 +280,7 @@ class MultiTaskStrategy(Strategy):
                 metrics[f"{task}/loss"] = loss
         for reply in checked:
             if reply.report is not None:
-                transfer = current.transfers[reply.client]
-                self.book.learn(reply.report, download_s=transfer.download_s, upload_s=transfer.upload_s)
+                self._learn(current, reply.client, reply.report)
         self._record = self._round_record(current, checked, [*strays, *kept])
         if not trained:
             return None, None
@@ -316,14 +348,32 @@ class MultiTaskStrategy(Strategy):
         nodes = set(grid.get_node_ids())
         return sorted(client for client, node in self._node_of.items() if node in nodes and self._tasks_of(client))
 
-    def _transfer(self, client: str, arrays: ArrayRecord) -> _Transfer:
+    def _learn(self, current: _Round, client: str, report: Report) -> None:
+        """Correct what is known of a client by what it reports."""
+        transfer, mine = current.transfers[client], current.choices.get(client, {})
+        self.book.learn(report, download_s=transfer.download_s, upload_s=transfer.upload_s, planned_split=mine.keys())
+        if self._split is not None and mine:
+            self._split.learn(self.book, report, mine)
+
+    def _transfer(self, client: str, arrays: ArrayRecord, choices: Mapping[str, Choice]) -> _Transfer:
         profile = self.book.profile(client)
         mine = self._tasks_of(client)
-        num_bytes = sum(len(array.data) for key, array in arrays.items() if split_key(key)[0] in mine)
+        whole = sum(len(array.data) for key, array in arrays.items() if split_key(key)[0] in mine)
+        halves = sum(
+            len(arrays[key].data)
+            for task, choice in choices.items()
+            if self._split is not None and choice.split_point is not None
+            for key in self._split.server_keys(task, choice.split_point, arrays)
+        )
+        fallback = self._split is None or self._split.service.access.fallback
         latency_s = profile.latency_s or 0.0
+
+        def seconds(num_bytes: int, rate: float | None) -> float:
+            return latency_s + (num_bytes / rate if rate else 0.0)
+
         return _Transfer(
-            download_s=latency_s + (num_bytes / profile.downlink_bytes_per_s if profile.downlink_bytes_per_s else 0.0),
-            upload_s=latency_s + (num_bytes / profile.uplink_bytes_per_s if profile.uplink_bytes_per_s else 0.0),
+            download_s=seconds(whole if fallback else whole - halves, profile.downlink_bytes_per_s),
+            upload_s=seconds(whole - halves, profile.uplink_bytes_per_s),
         )
 
     def _problem(self, transfers: Mapping[str, _Transfer], held: Mapping[str, int]) -> LoadProblem:
@@ -338,7 +388,14 @@ class MultiTaskStrategy(Strategy):
             sharing_mode=self.options.sharing_mode,
         )
 
-    def _plan(self, server_round: int, attempt: int, client: str, loads: Mapping[str, int]) -> Plan:
+    def _plan(
+        self,
+        server_round: int,
+        attempt: int,
+        client: str,
+        loads: Mapping[str, int],
+        choices: Mapping[str, Choice],
+    ) -> Plan:
         options = self.options
         return Plan(
             client=client,
@@ -350,6 +407,7 @@ class MultiTaskStrategy(Strategy):
                     num_examples=loads[task],
                     learning_rate=options.learning_rates.get(task),
                     batch_size=options.batch_sizes.get(task),
+                    **split_fields(choices.get(task)),
                 )
                 for task in self.tasks
                 if task in loads
@@ -359,10 +417,16 @@ class MultiTaskStrategy(Strategy):
             deadline_s=options.round_deadline_s or None,
             attempt=attempt,
             trace=options.trace,
+            split=self._split.service.access if self._split is not None and choices.keys() & loads.keys() else None,
         )
 
     def _message(self, plan: Plan, arrays: ArrayRecord, config: ConfigRecord) -> Message:
         content = self._content({task.task for task in plan.tasks}, arrays, config, plan.server_round)
+        if self._split is not None and plan.split is not None and not plan.split.fallback:
+            for task in plan.tasks:
+                if task.split_point is not None:
+                    for key in self._split.server_keys(task.task, task.split_point, arrays):
+                        del content.array_records["arrays"][key]
         content.config_records["config"]["plan"] = to_json(plan)
         return Message(content, dst_node_id=self._node_of[plan.client], message_type="train")
 
@@ -404,6 +468,7 @@ class MultiTaskStrategy(Strategy):
                 max_seconds=max_seconds,
                 batch_sizes={task.task: task.batch_size for task in self.book.profile(client).tasks},
                 needs_loss=self.needs_loss,
+                stages=self._split.service.stages if self._split is not None else None,
             )
             checked.append(result)
         return without_outliers(checked, current.arrays), strays

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
-from gpu_runtime.contracts import TRAINED, Profile, Report, TaskCost, TaskProfile, TaskReport
+from gpu_runtime.contracts import TRAINED, Profile, Report, SplitReport, TaskCost, TaskProfile, TaskReport
+from gpu_runtime.pipeline.cut_costs import Link
 from strategies.cost_filter import GUESS_SIGMA, PRIOR_SIGMA, REPORT_SIGMA, CostFilter, Floats
 from strategies.load_assignment import ClientLoad, TaskLoad
 
@@ -14,6 +16,8 @@ UNKNOWN_COST = TaskCost(demand=1.0, solo_cost_s=1.0, speed_curve=((1.0, 1.0),))
 # Work that is a smaller part of the reported seconds than this, the rest being transfer and fixed seconds, teaches
 # nothing about costs.
 LEAST_WORK_FRACTION = 0.01
+# Bytes per second and seconds beyond which a measured link is nonsense.
+MAX_RATE = 1e12
 
 
 class ProfileBook:
@@ -29,6 +33,7 @@ class ProfileBook:
         self._profiles: dict[str, Profile] = {}
         self._filters: dict[str, CostFilter] = {}
         self._guesses: dict[str, TaskCost] = {}
+        self._links: dict[str, Link] = {}
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -49,6 +54,7 @@ class ProfileBook:
             if self._profiles.get(profile.client) != profile:
                 self._profiles[profile.client] = profile
                 self._filters.pop(profile.client, None)
+                self._links.pop(profile.client, None)
         self._guess_costs()
 
     def load_of(self, client: str, *, link_s: float = 0.0) -> ClientLoad:
@@ -70,12 +76,59 @@ class ProfileBook:
             link_s=link_s,
         )
 
-    def learn(self, report: Report, *, download_s: float = 0.0, upload_s: float = 0.0) -> None:
-        """Correct a client's costs by what it reports. Rounds that were not trained to the end teach nothing."""
+    def cost_of(self, client: str, task: str) -> TaskCost | None:
+        """A task's measured cost with all corrections made so far; None where no client has measured one."""
+        cost = next((held.cost for held in self._profiles[client].tasks if held.task == task), None)
+        return None if cost is None else cost.scaled(self._filter(client).factor(task))
+
+    def link_of(self, client: str) -> Link:
+        """The client's link to the split service: as last measured there, else as in its profile."""
+        if client not in self._links:
+            profile = self._profiles[client]
+            self._links[client] = Link(
+                uplink_bytes_per_s=profile.uplink_bytes_per_s,
+                downlink_bytes_per_s=profile.downlink_bytes_per_s,
+                latency_s=profile.latency_s or 0.0,
+                message_s=profile.message_s,
+            )
+        return self._links[client]
+
+    def learn_split(self, client: str, task: str, split: SplitReport, expected_device_s: float) -> None:
+        """Correct a client's link and the cost of a task that was split.
+
+        Args:
+            client, task: whose.
+            split: what the client says of it. Its rates are those of the whole round: they replace what was known.
+            expected_device_s: seconds of work on the device that were expected by the costs so far.
+        """
+        known = self.link_of(client)
+        measured = {
+            name: value
+            for name in ("uplink_bytes_per_s", "downlink_bytes_per_s", "latency_s")
+            if (value := getattr(split, name)) is not None and 0 < value < MAX_RATE
+        }
+        self._links[client] = replace(known, **measured)
+        corrections = self._filter(client)
+        slope = corrections.slope({task: expected_device_s}, device=False)
+        _correct(corrections, client, split.device_s, 0.0, expected_device_s, slope)
+
+    def learn(
+        self,
+        report: Report,
+        *,
+        download_s: float = 0.0,
+        upload_s: float = 0.0,
+        planned_split: Collection[str] = (),
+    ) -> None:
+        """Correct a client's costs by what it reports. Rounds that were not trained to the end teach nothing.
+
+        Nor do those in which a task was to be split (`planned_split`): see `learn_split`.
+        """
         mine = {task.task for task in _held(self._profiles[report.client])}
         done = {task.task: task for task in report.tasks}
         if not done or any(
-            task.task not in mine or task.outcome != TRAINED or task.num_examples <= 0 for task in report.tasks
+            task.task not in mine or task.outcome != TRAINED or task.num_examples <= 0 or task.task in planned_split
+            for task in report.tasks
         ):
             return
         self._filter(report.client).drift()

@@ -32,7 +32,9 @@ ONLY = {
     "strategies": {
         "gpu_runtime.contracts",
         "gpu_runtime.allocator",
+        "gpu_runtime.pipeline.cut_costs",
         "gpu_runtime.pipeline.halves",
+        "gpu_runtime.pipeline.joint",
         "gpu_runtime.pipeline.makespan",
         "gpu_runtime.pipeline.planner",
         "gpu_runtime.settings",

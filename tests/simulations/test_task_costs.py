@@ -10,7 +10,7 @@ from gpu_runtime.contracts import BlockCost, TaskCost
 from gpu_runtime.device import Device
 from simulations import record_costs
 from simulations.fleet import fleet_names, load_fleet
-from simulations.task_costs import CostsError, load_costs, scaled
+from simulations.task_costs import CostsError, load_costs
 from tasks.registry import SUITES
 
 COST = TaskCost(
@@ -32,7 +32,7 @@ def test_shipped_fleets_have_costs_of_all_tasks_of_all_suites(name: str) -> None
 
 
 def test_scaling_changes_seconds_only() -> None:
-    double = scaled(COST, 2.0)
+    double = COST.scaled(2.0)
     assert double.solo_cost_s == 2 * COST.solo_cost_s
     assert double.blocks[0] == BlockCost(forward_s=0.2, backward_s=0.4, boundary_bytes=12345678)
     assert replace(double, solo_cost_s=COST.solo_cost_s, blocks=COST.blocks) == COST
