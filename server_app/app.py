@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import Any
@@ -15,6 +16,8 @@ from server_app.evaluation import Evaluator
 from server_app.history import FAILED, RunHistory, run_folder
 from server_app.settings import Settings, SettingsError
 from strategies.registry import build
+from strategies.split_plan import SplitService
+from strategies.split_settings import OFF
 
 app = ServerApp()
 log = logging.getLogger("flwr.paceline")
@@ -49,11 +52,25 @@ def federate(grid: Grid, settings: Settings, history: RunHistory) -> ArrayRecord
     evaluator = Evaluator(settings.task_refs, settings.data, settings.sharing)
     strategy = build(settings.strategy, list(evaluator.tasks))
     federation = _with_fleet(grid, settings)
-    try:
-        return run_loop.run(federation, settings, strategy, evaluator, history)
-    finally:
-        for note in getattr(federation, "notes", ()):
-            history.note(note)
+    with contextlib.ExitStack() as stack:
+        if settings.split.mode != OFF:
+            strategy.use_split(stack.enter_context(_split(settings, history, evaluator, federation)), settings.split)
+        try:
+            return run_loop.run(federation, settings, strategy, evaluator, history)
+        finally:
+            for note in getattr(federation, "notes", ()):
+                history.note(note)
+
+
+def _split(
+    settings: Settings, history: RunHistory, evaluator: Evaluator, federation: Grid
+) -> contextlib.AbstractContextManager[SplitService]:
+    """The split service of the run. Its costs are measured, but where a fleet's clock is virtual, its device is too."""
+    from server_app.split_service import split_service
+
+    virtual = getattr(federation, "server_costs", lambda: None)()
+    costs = evaluator.costs() if virtual is None else virtual
+    return split_service(settings, history.folder.name, evaluator.tasks, costs)
 
 
 def _settings(context: Context) -> Settings:

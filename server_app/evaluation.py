@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from gpu_runtime.contracts import HeldTask, Partition, array_key, one_line, split_key
+from gpu_runtime.contracts import HeldTask, Partition, TaskCost, array_key, one_line, split_key
 from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
@@ -49,6 +49,7 @@ class Evaluator:
         self.tasks: dict[str, Task] = {task.name: task for task in (build(held.ref, held.data) for held in self._held)}
         self._name_of = dict(zip(refs, self.tasks, strict=True))
         self._seed = data.seed
+        self._sharing = sharing
         # The backend is made for the clients' devices; this machine may have another.
         self._runtime = EmbeddedRuntime(sharing=replace(sharing, backend="auto"))
 
@@ -93,6 +94,15 @@ class Evaluator:
                 state = task.build_model().state_dict()
             arrays.update({array_key(name, key): value.numpy() for key, value in state.items()})
         return arrays
+
+    def costs(self) -> dict[str, TaskCost]:
+        """What training each task costs on this machine, measured now; tasks that cannot be measured are missing."""
+        runtime = EmbeddedRuntime(sharing=replace(self._sharing, mode="sequential", backend="auto"))
+        try:
+            profile = runtime.profile("server", self._held)
+        finally:
+            runtime.close()
+        return {task.task: task.cost for task in profile.tasks if task.cost is not None}
 
     def scores(self, arrays: Mapping[str, np.ndarray]) -> dict[str, TaskScore]:
         """Loss and metrics per task; the score of a task that cannot be evaluated says why instead."""

@@ -22,8 +22,7 @@ from gpu_runtime.pipeline.server_stage import ServerStages
 from gpu_runtime.pipeline.service import ServiceSettings, SplitServer
 from gpu_runtime.pipeline.session import SessionKey, SplitError
 from gpu_runtime.pipeline.stage_device import StageDevice
-from server_app.checkpoint import OutputError
-from server_app.settings import Settings
+from server_app.settings import Settings, SettingsError
 from strategies.server_stages import ServerStageSource, StageError
 from strategies.split_plan import SplitService
 from strategies.split_settings import SplitSettings
@@ -77,7 +76,7 @@ def split_service(
         costs: of each task on the service's device.
 
     Raises:
-        OutputError: a certificate or key that cannot be read.
+        SettingsError: a certificate or key that cannot be read.
         OSError: the address cannot be listened on.
     """
     split = settings.split
@@ -166,7 +165,7 @@ def _read(path: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise OutputError(f"{path} cannot be read: {error.strerror}") from error
+        raise SettingsError([f"{path} cannot be read: {error.strerror or error}"]) from error
 
 
 def _public_address(split: SplitSettings, address: str) -> str:

@@ -37,6 +37,7 @@ ONLY = {
         "gpu_runtime.pipeline.joint",
         "gpu_runtime.pipeline.makespan",
         "gpu_runtime.pipeline.planner",
+        "gpu_runtime.pipeline.contention",
         "gpu_runtime.settings",
     },
 }
@@ -45,6 +46,10 @@ LIGHT_MODULES = (
     "gpu_runtime.contracts",
     "gpu_runtime.settings",
     "gpu_runtime.allocator",
+    "gpu_runtime.pipeline.joint",
+    "gpu_runtime.pipeline.baselines",
+    "gpu_runtime.pipeline.contention",
+    "gpu_runtime.pipeline.simulator",
     "tasks.registry",
     "tasks.settings",
     "server_app.settings",
