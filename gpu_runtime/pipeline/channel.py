@@ -1,6 +1,6 @@
 """The device's end of a session over gRPC: a stream that may break and is taken up again where it was.
 
-One thread connects and reads; a thread of gRPC's pulls what is to be sent. Both, and the caller, meet under a condition.
+A thread connects and reads; one of gRPC's pulls what is to be sent. Both, and the caller, meet under a condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_runtime.pipeline.messages import (
     read_gradient,
     spec_message,
 )
-from gpu_runtime.pipeline.rates import RateEstimate
+from gpu_runtime.pipeline.rates import RateEstimate, probe_link
 from gpu_runtime.pipeline.session import (
     Activation,
     Channel,
@@ -98,7 +98,7 @@ class GrpcChannel(Channel):
         deadlines: how long to wait.
         link: the slower link to act out, shared by all channels of a device; None for the link as it is.
         queue_bound: micro-batches that may wait to be sent; 0: as many as a step has.
-        probe: whether `open` measures the link (`link_probe`).
+        probe: whether `open` measures the link (`rates.probe_link`).
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class GrpcChannel(Channel):
         self._received: deque[tuple[float, Gradient]] = deque()
         self._pings: deque[tuple[float, Frame]] = deque()
         self._pongs: dict[int, float] = {}
+        self._num_pings = 0
         self._welcomed_once = False
         self._broken_since_s: float | None = None
         self._last_fault = "no answer"
@@ -154,6 +155,12 @@ class GrpcChannel(Channel):
             self._thread = threading.Thread(target=self._run, name=f"split-link-{spec.key.task}", daemon=True)
             self._thread.start()
             self._wait(lambda: self._welcomed_once)
+        if self._probe:
+            probed = probe_link(self._ping)
+            with self._changed:
+                self._latency_s = probed.latency_s
+                self._uplink.probed = probed.uplink_bytes_per_s
+                self._downlink.probed = probed.downlink_bytes_per_s
 
     def send(self, activation: Activation) -> None:
         frames = activation_frames(activation)
@@ -219,6 +226,27 @@ class GrpcChannel(Channel):
                 downlink_bytes_per_s=self._downlink.bytes_per_s,
                 latency_s=self._latency_s,
             )
+
+    def _ping(self, bytes_up: int, bytes_down: int) -> float | None:
+        """Seconds of a ping there and back; None when its stream broke."""
+        with self._changed:
+            stream = self._stream
+            self._num_pings += 1
+            number = self._num_pings
+            padding = (bytes(bytes_up),) if bytes_up else ()
+            frame = Frame(pb.ClientFrame(ping=pb.Ping(number=number, reply_bytes=bytes_down)), padding)
+            queued_s = time.monotonic()
+            self._pings.append((self._link.up(frame.num_bytes) if self._link else queued_s, frame))
+            self._changed.notify_all()
+            self._wait(lambda: number in self._pongs or self._stream is not stream)
+            self._pings.clear()
+            arrived_s = self._pongs.pop(number, None)
+            if arrived_s is None:
+                return None
+            while (left_s := arrived_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+                self._check()
+            return arrived_s - queued_s
 
     # ------------------------------------------------------------------------------------- waiting, under the condition
 

@@ -1,4 +1,4 @@
-"""A StageHost without a model: the gradient of a tensor is the tensor times `FACTOR`, the loss the micro-batch's place."""
+"""A StageHost without a model: a tensor's gradient is the tensor times `FACTOR`, the loss is step + index."""
 
 from __future__ import annotations
 
