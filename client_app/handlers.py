@@ -69,7 +69,7 @@ def train(message: Message, context: Context) -> Message:
     else:
         inventory = runtime.profile(node.client, held, measure=False)
         plan = _own_plan(inventory, config, data.seed, sharing, training)
-    result = runtime.train(plan, _arrays(message), held)
+    result = runtime.train(plan, _arrays(message), held, node.emulation)
     num_examples = sum(task.num_examples for task in result.report.tasks if task.outcome == "trained")
     content = RecordDict(
         {

@@ -502,7 +502,8 @@ def grpc_channel(access: SplitAccess, emulation: Emulation | None) -> Channel:
         module = importlib.import_module("gpu_runtime.pipeline.channel")
     except ImportError as error:
         raise LinkError(f"the split service at {access.address} cannot be reached without gRPC: {error}") from None
-    return cast(Channel, module.GrpcChannel(access, emulation))
+    link = module.EmulatedLink(emulation) if emulation else None
+    return cast(Channel, module.GrpcChannel(access.address, access.token, certificate=access.certificate, link=link))
 
 
 def _origin(plan: Plan) -> Origin:

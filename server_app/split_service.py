@@ -10,18 +10,19 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.contracts import ENCODINGS, EncodingCost, SplitAccess, TaskCost, split_key
+from gpu_runtime.contracts import SplitAccess, TaskCost, split_key
 from gpu_runtime.device import discover
-from gpu_runtime.pipeline.encoding_costs import measure_encodings
 from gpu_runtime.pipeline.halves import ServerHalf
 from gpu_runtime.pipeline.server_stage import ServerStages
 from gpu_runtime.pipeline.service import ServiceSettings, SplitServer
 from gpu_runtime.pipeline.session import SessionKey, SplitError
 from gpu_runtime.pipeline.stage_device import StageDevice
+from gpu_runtime.workload import Workload
 from server_app.settings import Settings, SettingsError
 from strategies.server_stages import ServerStageSource, StageError
 from strategies.split_plan import SplitService
@@ -37,7 +38,8 @@ class HostedStages(ServerStageSource):
     """Server stages in this process."""
 
     def __init__(self, run: str, host: ServerStages, tasks: Mapping[str, Task]) -> None:
-        self._run, self._host, self._tasks = run, host, tasks
+        self._run, self._host = run, host
+        self._workloads = cast(Mapping[str, Workload], tasks)
         self._open: int | None = None
 
     def open_round(self, server_round: int, attempt: int, arrays: Arrays) -> None:
@@ -50,7 +52,7 @@ class HostedStages(ServerStageSource):
             by_task.setdefault(task, {})[name] = array
         try:
             self._host.open_round(
-                self._run, server_round, attempt, {task: self._tasks[task] for task in by_task}, by_task
+                self._run, server_round, attempt, {task: self._workloads[task] for task in by_task}, by_task
             )
         except SplitError as error:
             raise StageError(str(error)) from error
@@ -98,7 +100,6 @@ def split_service(
                 stages=HostedStages(run, host, tasks),
                 costs=costs,
                 block_names=block_names(tasks),
-                encodings=encoding_costs(),
             )
         finally:
             server.close()
@@ -140,11 +141,6 @@ def block_names(tasks: Mapping[str, Task]) -> dict[str, tuple[str, ...]]:
         blocks = getattr(task.build_model(), "blocks", None)
         found[name] = tuple(child for child, _ in blocks.named_children()) if blocks is not None else ()
     return found
-
-
-def encoding_costs() -> tuple[EncodingCost, ...]:
-    """Seconds per number on this machine."""
-    return measure_encodings(ENCODINGS)
 
 
 def token_from(variable: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.contracts import Holding, Partition
+from gpu_runtime.contracts import Emulation, Holding, Partition
 from gpu_runtime.settings import keys_of, nearest, parse, setting
 from simulations.task_costs import CostsError, load_costs
 
@@ -46,6 +46,13 @@ class ClientClass:
     uplink_mbit_per_s: float = setting("uplink-mbit-per-s", 0.0, "0: not modelled", minimum=0.0, maximum=1e7)
     downlink_mbit_per_s: float = setting("downlink-mbit-per-s", 0.0, "0: not modelled", minimum=0.0, maximum=1e7)
     latency_ms: float = setting("latency-ms", 0.0, "one way", minimum=0.0, maximum=1e6)
+    message_ms: float = setting(
+        "message-ms",
+        0.5,
+        "what a split task's messages occupy the link for, whatever their size",
+        minimum=0.0,
+        maximum=1e6,
+    )
     memory_gib: float = setting("memory-gib", 0.0, "device memory; 0: not modelled", minimum=0.0, maximum=1e6)
     capacity: float = setting("capacity", 1.0, "demand served per second by a competing mix", above=0.0, maximum=100.0)
     dropout: float = setting("dropout", -1.0, "probability that a reply is lost; default: the fleet's", maximum=1.0)
@@ -60,6 +67,19 @@ class ClientClass:
     def downlink_bytes_per_s(self) -> float | None:
         """None where the link is not modelled."""
         return self.downlink_mbit_per_s * BYTES_PER_MBIT or None
+
+    @property
+    def emulation(self) -> Emulation | None:
+        """The link, to be acted out where seconds are measured; None where it is not modelled.
+
+        Devices are not slowed down: tasks that train whole could not be.
+        """
+        found = Emulation(
+            uplink_bytes_per_s=self.uplink_bytes_per_s,
+            downlink_bytes_per_s=self.downlink_bytes_per_s,
+            latency_s=self.latency_ms / 1000,
+        )
+        return None if found == Emulation() else found
 
     @property
     def memory_bytes(self) -> int:

@@ -65,6 +65,7 @@ class VirtualDevice:
             uplink_bytes_per_s=kind.uplink_bytes_per_s,
             downlink_bytes_per_s=kind.downlink_bytes_per_s,
             latency_s=kind.latency_ms / 1000,
+            message_s=kind.message_ms / 1000,
         )
 
     def report(self, report: Report, plan: Plan | None, *, bytes_down: int, bytes_up: int) -> Report:
@@ -113,6 +114,7 @@ class VirtualDevice:
             uplink_bytes_per_s=kind.uplink_bytes_per_s,
             downlink_bytes_per_s=kind.downlink_bytes_per_s,
             latency_s=kind.latency_ms / 1000,
+            message_s=kind.message_ms / 1000,
         )
 
     def _pipelines(

@@ -226,7 +226,9 @@ class VirtualGrid(Grid):
         virtual = self._clock == VIRTUAL
         if virtual and metadata.message_type == PROFILE and self._devices[client.name].knows_all_costs():
             content["config"] = ConfigRecord({**config, "measure": False})
-        holdings = NodeHoldings(client=client.name, holdings=client.holdings)
+        holdings = NodeHoldings(
+            client=client.name, holdings=client.holdings, emulation=None if virtual else client.kind.emulation
+        )
         content["holdings"] = ConfigRecord({"json": to_json(holdings)})
         stamped = Message(
             content, metadata.dst_node_id, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id
