@@ -66,7 +66,9 @@ def scaled(cost: TaskCost, factor: float) -> TaskCost:
             forward_s=block.forward_s * factor,
             backward_s=block.backward_s * factor,
             boundary_bytes=block.boundary_bytes,
+            forward_call_s=block.forward_call_s * factor,
+            backward_call_s=block.backward_call_s * factor,
         )
         for block in cost.blocks
     )
-    return replace(cost, solo_cost_s=cost.solo_cost_s * factor, blocks=blocks)
+    return replace(cost, solo_cost_s=cost.solo_cost_s * factor, blocks=blocks, update_s=cost.update_s * factor)
