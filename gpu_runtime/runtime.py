@@ -37,7 +37,8 @@ from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, Partiti
 from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
-from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
+from gpu_runtime.mix_trial import MixTask, MixTrials
+from gpu_runtime.profile_cache import MixResult
 from gpu_runtime.profiler import Profiler, operators
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.training import Origin, TaskTraining
