@@ -23,6 +23,7 @@ class Work(ABC):
         batch_size: examples a step takes (the last may take fewer).
         examples_done, steps_done: progress.
         lane: the only lane that can take its next steps; None for any.
+        can_move: whether its lane may go to another stream of the device between two steps.
     """
 
     task: str
@@ -31,6 +32,7 @@ class Work(ABC):
     examples_done: int = 0
     steps_done: int = 0
     lane: str | None = None
+    can_move: bool = False
 
     @property
     def finished(self) -> bool:
@@ -55,6 +57,12 @@ class Work(ABC):
             self.step()
             if self.finished or stopping():
                 break
+
+    def moved(self) -> None:  # noqa: B027 - most work does not care
+        """Called on the lane's new stream before the next step, if the lane has gone elsewhere since the last one.
+
+        All that was started on the old stream has ended by then.
+        """
 
     @abstractmethod
     def step(self) -> None:
