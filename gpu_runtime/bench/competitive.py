@@ -18,6 +18,7 @@ import torch
 
 from gpu_runtime.apart import narrow
 from gpu_runtime.bench.budget import Budget
+from gpu_runtime.bench.fused import VmapFused
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix
 from gpu_runtime.bench.ours import Ours
 from gpu_runtime.bench.paired import MIN_PAIRS
@@ -129,8 +130,9 @@ def run(
             time = Budget(max(0.0, budget.left_s - reserve_s)).part(weights[mix], left)
             chosen = _chosen(MIXES[mix], variants, device, size)
             work = calibration.work(MIXES[mix], size.featured_s if MIXES[mix].featured else size.other_s)
+            unsuitable = {name: reason for name in chosen if (reason := variants[name].unsuitable(work))}
             rounds = Rounds(
-                [variants[name] for name in chosen],
+                [variants[name] for name in chosen if name not in unsuitable],
                 essential=_essential(device),
                 gate=gate,
                 draw=draw,
@@ -140,7 +142,7 @@ def run(
             if not {BASELINE, OURS} <= measured.samples.keys():
                 not_measured[mix] = "; ".join(measured.not_available.values())
                 continue
-            measured.not_available.update(missing)
+            measured.not_available.update(missing | unsuitable)
             measured.not_available.update(
                 {name: "left out of a quick run of this mix" for name in variants if name not in chosen}
             )
@@ -194,8 +196,8 @@ def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[st
             Threads("thread-per-task", device, groups=one_each, width=1),
             Threads("static-packing", device, groups=packed_on(cores), width=1, pinned=True),
             Threads("oversubscribed", device, groups=one_each, width=cores, patience=2.0),
+            VmapFused(device),
         ]
-        missing: dict[str, str] = {}
     else:
         found = [
             Sequential(BASELINE, device, 1),
@@ -203,8 +205,9 @@ def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[st
             Ours("sequential-runtime", device, mode="sequential", profile_s=size.profile_s),
             ProcessPerTask("time-slicing", device),
             Threads("streams-uncapped", device, groups=one_each, width=1),
+            VmapFused(device),
         ]
-        missing = {"vmap-fused": "not implemented: needs tasks of one architecture and one loss"}
+    missing: dict[str, str] = {}
     automatic = choose("auto", "competitive", device).name
     for name, backend in BACKENDS.items():
         if name in (automatic, "sequential"):

@@ -18,6 +18,7 @@ import torch
 from gpu_runtime.apart import apart
 from gpu_runtime.bench import competitive
 from gpu_runtime.bench.competitive import QUICK, mixes_of, size_of, variants_on
+from gpu_runtime.bench.fused import VmapFused
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix, Work
 from gpu_runtime.bench.processes import ProcessPerTask, WorkerProcess
 from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS
@@ -46,7 +47,9 @@ def pool() -> Iterator[ProcessPerTask]:
 
 
 IN_PROCESS = [
-    name for name in variants_on(DEVICE, QUICK)[0] if name != "process-per-task" and "-competitive" not in name
+    name
+    for name, variant in variants_on(DEVICE, QUICK)[0].items()
+    if name != "process-per-task" and "-competitive" not in name and not isinstance(variant, VmapFused)
 ]
 
 
