@@ -38,6 +38,9 @@ class DeviceSampler:
         max_samples: most samples that are kept.
     """
 
+    # Of this process: a driver that hung in the last round would keep a thread of every round.
+    _last: threading.Thread | None = None
+
     def __init__(
         self, device: Device, origin_s: float, *, period_s: float = PERIOD_S, max_samples: int = MAX_SAMPLES
     ) -> None:
@@ -48,8 +51,11 @@ class DeviceSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self._device.kind == CUDA:
-            self._thread = threading.Thread(target=self._sample, name="device samples", daemon=True)
+        last = DeviceSampler._last
+        if self._device.kind == CUDA and (last is None or not last.is_alive()):
+            DeviceSampler._last = self._thread = threading.Thread(
+                target=self._sample, name="device samples", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> tuple[DeviceSample, ...]:

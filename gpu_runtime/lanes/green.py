@@ -92,14 +92,16 @@ class GreenLane(StreamLane):
 
     def grow(self, parts: Sequence[SmResource]) -> None:
         """Have the next step on these SMs. Called by any thread."""
-        self._next_parts = tuple(parts)
+        with self._lock:
+            self._next_parts = tuple(parts)
 
     @property
     def _must_move(self) -> bool:
         return bool(self._next_parts)
 
     def _move(self) -> None:
-        self._parts, self._next_parts = self._next_parts, ()
+        with self._lock:
+            self._parts, self._next_parts = self._next_parts, ()
         super()._move()
 
     def _new_stream(self) -> Any:

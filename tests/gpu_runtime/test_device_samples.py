@@ -131,7 +131,12 @@ def test_a_driver_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
     nvml = FakeNvml(memory=lambda count: 4096 if count == 1 else answering.wait(60) and 0)
     samples = sampled(monkeypatch, nvml, until=lambda: nvml.counts.get("memory", 0) > 1)
     assert [each.memory_bytes for each in samples] == [4096]
+    # Nor does it gather threads, round after round.
+    assert sampled(monkeypatch, nvml) == ()
+    assert [thread.name for thread in threading.enumerate()].count("device samples") == 1
     answering.set()
+    assert sampled(monkeypatch, FakeNvml(), until=no_sampler_is_left) == ()
+    assert sampled(monkeypatch, FakeNvml())
 
 
 def test_a_cpu_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
