@@ -31,17 +31,19 @@ from gpu_runtime.contracts import (
 )
 from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
+from gpu_runtime.device_samples import DeviceSampler
 from gpu_runtime.evaluation import FirstExamples, TaskEvaluation
 from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
-from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
+from gpu_runtime.mix_trial import MixTask, MixTrials
 from gpu_runtime.pipeline.grpc_channels import GrpcChannels
 from gpu_runtime.pipeline.session import Channel
 from gpu_runtime.pipeline.split_training import SplitTraining
 from gpu_runtime.pipeline.stages import unsplittable
+from gpu_runtime.profile_cache import MixResult
 from gpu_runtime.profiler import Profiler, operators
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.settings import SharingSettings
@@ -242,13 +244,19 @@ class EmbeddedRuntime(Runtime):
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
             peak = PeakMemory(self.device)
-            execution = Executor(backend, options).run(
-                trainings,
-                [self._load(training, plans[training.task]) for training in trainings],
-                deadline_s=plan.deadline_s,
-                cancel=self._cancel,
-                origin_s=origin_s,
-            )
+            sampler = DeviceSampler(self.device, origin_s)
+            if plan.trace:
+                sampler.start()
+            try:
+                execution = Executor(backend, options).run(
+                    trainings,
+                    [self._load(training, plans[training.task]) for training in trainings],
+                    deadline_s=plan.deadline_s,
+                    cancel=self._cancel,
+                    origin_s=origin_s,
+                )
+            finally:
+                samples = sampler.stop()
             peak_bytes = peak.read() if len(trainings) == 1 else 0
         reports = {training.task: _task_report(training, execution, peak_bytes) for training in trainings}
         trained = [training for training in trainings if reports[training.task].outcome == TRAINED]
@@ -267,6 +275,7 @@ class EmbeddedRuntime(Runtime):
                 started_at_s=started_at_s,
                 notes=(*notes, *execution.notes),
                 spans=execution.spans,
+                samples=samples,
             ),
         )
 
