@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from gpu_runtime.contracts import (
     MEASURED,
     TRAINED,
     Emulation,
+    EncodingCost,
     HeldTask,
     Plan,
     Profile,
@@ -39,8 +40,10 @@ from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.mix_trial import MixTask, MixTrials
+from gpu_runtime.pipeline.encoding_costs import measure_encodings
 from gpu_runtime.pipeline.grpc_channels import GrpcChannels
-from gpu_runtime.pipeline.session import Channel
+from gpu_runtime.pipeline.probe import measure_link
+from gpu_runtime.pipeline.session import Channel, SplitError
 from gpu_runtime.pipeline.split_training import SplitTraining
 from gpu_runtime.pipeline.stages import unsplittable
 from gpu_runtime.profile_cache import MixResult
@@ -87,8 +90,24 @@ class Runtime(ABC):
     """One device at work for one or more clients."""
 
     @abstractmethod
-    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
-        """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`."""
+    def profile(
+        self,
+        client: str,
+        held: Sequence[HeldTask],
+        *,
+        measure: bool = True,
+        access: SplitAccess | None = None,
+        emulation: Emulation | None = None,
+    ) -> Profile:
+        """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`.
+
+        Args:
+            client: its name.
+            held: its tasks.
+            measure: costs too, and the link.
+            access: the split service to measure the link to; None where nothing is to be split.
+            emulation: a slower link to act out.
+        """
 
     @abstractmethod
     def train(
@@ -169,6 +188,7 @@ class EmbeddedRuntime(Runtime):
         self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers), trial_s=budget_s)
         self._costs: dict[tuple[str, int], TaskCost] = {}
         self._unsplittable: dict[str, str] = {}
+        self._encodings: tuple[EncodingCost, ...] | None = None
         self._device: Device | None = None
 
     @property
@@ -178,7 +198,15 @@ class EmbeddedRuntime(Runtime):
             self._device = discover(self._sharing.cores)
         return self._device
 
-    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
+    def profile(
+        self,
+        client: str,
+        held: Sequence[HeldTask],
+        *,
+        measure: bool = True,
+        access: SplitAccess | None = None,
+        emulation: Emulation | None = None,
+    ) -> Profile:
         profiles: list[TaskProfile] = []
         errors: list[str] = []
         mix: list[MixTask] = []
@@ -208,16 +236,17 @@ class EmbeddedRuntime(Runtime):
                 except Exception as error:  # a user's task may raise anything; the others go on
                     errors.append(f"{each.ref}: {one_line(error)}")
             result = self._mixes.result(mix, self._candidates(), self.device)
-        return Profile(
-            client=client,
-            device=self.device.name,
-            num_cores=self.device.num_cores,
-            clock=MEASURED,
-            tasks=tuple(profiles),
-            capacity=result.capacity if result is not None else 1.0,
-            memory_bytes=self.device.memory_bytes,
-            errors=tuple(errors),
-        )
+            profile = Profile(
+                client=client,
+                device=self.device.name,
+                num_cores=self.device.num_cores,
+                clock=MEASURED,
+                tasks=tuple(profiles),
+                capacity=result.capacity if result is not None else 1.0,
+                memory_bytes=self.device.memory_bytes,
+                errors=tuple(errors),
+            )
+            return self._with_link(profile, access, emulation) if measure and access is not None else profile
 
     def train(
         self,
@@ -239,7 +268,7 @@ class EmbeddedRuntime(Runtime):
                 self.device,
                 remote=backend.remote,
                 emulation=emulation,
-                channel=lambda access: self._channel(plan, access, emulation),
+                channel=lambda access: self._channel(plan.client, access, emulation),
             )
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
@@ -395,10 +424,28 @@ class EmbeddedRuntime(Runtime):
         """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
         return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
 
-    def _channel(self, plan: Plan, access: SplitAccess, emulation: Emulation | None) -> Channel:
+    def _channel(self, client: str, access: SplitAccess, emulation: Emulation | None) -> Channel:
         if self._channel_factory is not None:
             return self._channel_factory(access, emulation)
-        return self._channels.channel(plan.client, access, emulation)
+        return self._channels.channel(client, access, emulation)
+
+    def _with_link(self, profile: Profile, access: SplitAccess, emulation: Emulation | None) -> Profile:
+        """`profile` with what the link to the split service can do. Nothing can be split where there is none."""
+        if self._encodings is None:
+            self._encodings = apart(lambda: measure_encodings(self.device.torch_device))
+        try:
+            link = measure_link(self._channel(profile.client, access, emulation), access.run, profile.client)
+        except SplitError as error:
+            tasks = tuple(replace(task, unsplittable=task.unsplittable or str(error)) for task in profile.tasks)
+            return replace(profile, tasks=tasks)
+        return replace(
+            profile,
+            uplink_bytes_per_s=link.uplink_bytes_per_s,
+            downlink_bytes_per_s=link.downlink_bytes_per_s,
+            latency_s=link.latency_s,
+            message_s=link.message_s,
+            encodings=self._encodings,
+        )
 
     def _why_unsplittable(self, workload: Workload) -> str:
         """Of the workload's model, kept: models are not built for this twice."""

@@ -22,6 +22,7 @@ from gpu_runtime.contracts import (
     Plan,
     Profile,
     Report,
+    SplitAccess,
     TaskPlan,
     one_line,
     split_key,
@@ -120,6 +121,11 @@ class MultiTaskStrategy(Strategy):
     def use_split(self, service: SplitService, settings: SplitSettings) -> None:
         """Split tasks over this service from the next round on."""
         self._split = SplitPlanner(service, settings)
+
+    @property
+    def split_access(self) -> SplitAccess | None:
+        """How clients reach the split service; None where nothing is split."""
+        return self._split.service.access if self._split is not None else None
 
     # ------------------------------------------------------------------------------------------ for subclasses
 
@@ -417,7 +423,7 @@ class MultiTaskStrategy(Strategy):
             deadline_s=options.round_deadline_s or None,
             attempt=attempt,
             trace=options.trace,
-            split=self._split.service.access if self._split is not None and choices.keys() & loads.keys() else None,
+            split=self.split_access if choices.keys() & loads.keys() else None,
         )
 
     def _message(self, plan: Plan, arrays: ArrayRecord, config: ConfigRecord) -> Message:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_runtime.pipeline.halves import HalvesError, device_keys, join_halves, server_keys
-from gpu_runtime.pipeline.micro_batch_sizes import micro_batch_sizes
+from gpu_runtime.pipeline.makespan import micro_batch_sizes
 
 KEYS = ("blocks.conv1.0.weight", "blocks.conv1.0.bias", "blocks.conv10.weight", "blocks.head.weight")
 NAMES = ("conv1", "relu", "conv10", "head")
