@@ -424,17 +424,21 @@ class EmbeddedRuntime(Runtime):
         """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
         return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
 
-    def _channel(self, client: str, access: SplitAccess, emulation: Emulation | None) -> Channel:
+    def _channel(
+        self, client: str, access: SplitAccess, emulation: Emulation | None, *, probe: bool = False
+    ) -> Channel:
         if self._channel_factory is not None:
             return self._channel_factory(access, emulation)
-        return self._channels.channel(client, access, emulation)
+        return self._channels.channel(client, access, emulation, probe=probe)
 
     def _with_link(self, profile: Profile, access: SplitAccess, emulation: Emulation | None) -> Profile:
         """`profile` with what the link to the split service can do. Nothing can be split where there is none."""
         if self._encodings is None:
             self._encodings = apart(lambda: measure_encodings(self.device.torch_device))
         try:
-            link = measure_link(self._channel(profile.client, access, emulation), access.run, profile.client)
+            link = measure_link(
+                self._channel(profile.client, access, emulation, probe=True), access.run, profile.client
+            )
         except SplitError as error:
             tasks = tuple(replace(task, unsplittable=task.unsplittable or str(error)) for task in profile.tasks)
             return replace(profile, tasks=tasks)

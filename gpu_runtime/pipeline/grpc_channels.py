@@ -22,8 +22,8 @@ class GrpcChannels:
     def __init__(self) -> None:
         self._links: OrderedDict[tuple[str, str, Emulation], Any] = OrderedDict()
 
-    def channel(self, client: str, access: SplitAccess, emulation: Emulation | None) -> Channel:
-        """A new channel for one session.
+    def channel(self, client: str, access: SplitAccess, emulation: Emulation | None, *, probe: bool = False) -> Channel:
+        """A new channel for one session. With `probe` it measures its link first; without, its messages do.
 
         Raises:
             LinkError: this machine has no gRPC.
@@ -40,6 +40,7 @@ class GrpcChannels:
                 access.token,
                 certificate=access.certificate,
                 deadlines=module.Deadlines(message_s=access.message_deadline_s, resume_s=access.resume_s),
+                probe=probe,
                 link=None if emulation is None else self._link(client, access.run, emulation),
             ),
         )

@@ -116,6 +116,22 @@ def test_the_least_served_goes_first() -> None:
     assert order == ["b", "b", "a", "a"]
 
 
+def test_the_session_furthest_behind_goes_first_whoever_was_served_less() -> None:
+    device = device_of(1)
+    for name in "ab":
+        device.join(name)
+    device._members["a"].served_s = 1000.0
+    gate, order = threading.Event(), list[str]()
+    device.post("b", lambda: gate.wait(20))
+    jobs = [("a", 0.2), ("a", 0.4), ("b", 0.3), ("b", 0.5)]
+    futures = [device.post(name, lambda n=name: order.append(n), progress=done) for name, done in jobs]
+    gate.set()
+    for future in futures:
+        future.result()
+    device.close()
+    assert order == ["a", "b", "a", "b"]
+
+
 def test_newcomers_have_no_claim_on_the_past() -> None:
     device = device_of(1)
     device.join("old")
