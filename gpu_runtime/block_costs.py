@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,10 @@ import torch
 from torch import nn
 
 from gpu_runtime.contracts import BlockCost
+from gpu_runtime.micro_batches import cut
+from gpu_runtime.pipeline.fit import fit_affine
 from gpu_runtime.transfer import Batch, map_tensors, num_examples_in
+from gpu_runtime.work import TrainingError
 
 MIN_REPEATS = 2
 MAX_REPEATS = 10
@@ -24,32 +26,58 @@ def measure_blocks(
     budget_s: float,
     wait_for_device: Callable[[], None],
 ) -> tuple[BlockCost, ...]:
-    """Cost of each block per example, medians of a few passes; the loss counts to the last block.
+    """Cost of each block, of a call and per example, from a few passes; the loss counts to the last block.
 
+    The passes take turns with the whole batch and a quarter of it. A batch of less than three examples, or with
+    tensors that are not per example, says nothing of what a call costs whatever its size: then that is 0.
     Empty for a model without `blocks`. Gradients are left in the model.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) == 0:
         return ()
     began = time.perf_counter()
-    passes: list[list[tuple[float, float, int]]] = []
+    batches = _whole_and_small(batch)
+    passes: list[list[list[tuple[float, float, int]]]] = [[] for _ in batches]
     for repeat in range(MAX_REPEATS + 1):
         if repeat > MIN_REPEATS and time.perf_counter() - began > budget_s:
             break
-        model.zero_grad(set_to_none=True)
-        passes.append(_one_pass(list(blocks), loss, batch, wait_for_device))
-    num_examples = num_examples_in(batch)
+        for part, done in zip(batches, passes, strict=True):
+            model.zero_grad(set_to_none=True)
+            done.append(_one_pass(list(blocks), loss, part, wait_for_device))
+    sizes = [num_examples_in(part) for part in batches]
     costs = []
-    for block in zip(*passes[1:], strict=True):  # the first pass warms up
-        forward_s, backward_s, boundary_bytes = zip(*block, strict=True)
+    for index in range(len(blocks)):
+        # The first pass warms up.
+        timed = [(size, each[index]) for size, done in zip(sizes, passes, strict=True) for each in done[1:]]
+        forward = fit_affine((size, forward_s) for size, (forward_s, _, _) in timed)
+        backward = fit_affine((size, backward_s) for size, (_, backward_s, _) in timed)
         costs.append(
             BlockCost(
-                forward_s=statistics.median(forward_s) / num_examples,
-                backward_s=statistics.median(backward_s) / num_examples,
-                boundary_bytes=round(boundary_bytes[0] / num_examples),
+                forward_s=forward.example_s,
+                backward_s=backward.example_s,
+                boundary_bytes=round(passes[0][0][index][2] / sizes[0]),
+                forward_call_s=forward.call_s,
+                backward_call_s=backward.call_s,
             )
         )
     return tuple(costs)
+
+
+def bytes_per_example(batch_part: Any, num_examples: int) -> int:
+    """Bytes of all tensors of the inputs or the targets of a batch, for one example."""
+    return round(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch_part)) / num_examples)
+
+
+def _whole_and_small(batch: Batch) -> list[Batch]:
+    """The small one has two examples or more: layers that normalise over a batch cannot train on one."""
+    num_examples = num_examples_in(batch)
+    small = max(2, num_examples // 4)
+    if small >= num_examples:
+        return [batch]
+    try:
+        return [batch, cut(batch, 0, small, num_examples)]
+    except TrainingError:
+        return [batch]
 
 
 def _one_pass(

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CostKey:
-    """All that a measured cost depends on."""
+    """All that a measured cost depends on; `revision` counts up when what is measured changes."""
 
     device: str
     num_cores: int
@@ -28,6 +28,7 @@ class CostKey:
     batch_size: int
     task: str = ""
     code_hash: str = ""
+    revision: int = 2
 
     @property
     def digest(self) -> str:

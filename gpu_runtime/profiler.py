@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from gpu_runtime import profile_cache
-from gpu_runtime.block_costs import measure_blocks
+from gpu_runtime.block_costs import bytes_per_example, measure_blocks
 from gpu_runtime.contracts import TaskCost
 from gpu_runtime.device import CPU, Device
 from gpu_runtime.micro_batches import MicroBatches, cut
@@ -26,12 +27,14 @@ from gpu_runtime.precision import Precision
 from gpu_runtime.profile_cache import CostKey
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.training import on_device
-from gpu_runtime.transfer import Batch, map_tensors
+from gpu_runtime.transfer import Batch, map_tensors, num_examples_in
 from gpu_runtime.virtual_resource import OperatorDemand, cpu_operators, cuda_operators, demand_of
 from gpu_runtime.workload import Workload
 
 MIN_REPEATS = 2
 MAX_REPEATS = 30
+# Optimiser steps; the first is not timed.
+UPDATES = 6
 # Of the budget: step times get this part, block times the rest.
 STEPS_FRACTION = 0.75
 # Smaller ones cannot be told from the noise of their measurement.
@@ -139,6 +142,7 @@ class _Probe:
                 self._model, self._loss, self._micro_batch(), budget_s * (1 - STEPS_FRACTION), _nothing
             )
             memory = self._cpu_peak_bytes()
+            update_s = self._update_seconds(_nothing)
         finally:
             torch.set_num_threads(callers_threads)
         cores = self._device.num_cores
@@ -148,6 +152,8 @@ class _Probe:
             speed_curve=speed_curve({threads / cores: step_s[fastest] / s for threads, s in step_s.items()}),
             peak_memory_bytes=memory,
             blocks=blocks,
+            update_s=update_s,
+            target_bytes=self._target_bytes(),
         )
 
     def cuda_cost(self, budget_s: float) -> TaskCost:
@@ -177,6 +183,8 @@ class _Probe:
             speed_curve=((demand, 1.0), (1.0, 1.0)) if demand < 1.0 else ((1.0, 1.0),),
             peak_memory_bytes=peak + state,
             blocks=blocks,
+            update_s=self._update_seconds(torch.cuda.synchronize),
+            target_bytes=self._target_bytes(),
         )
 
     def operators(self) -> list[OperatorDemand]:
@@ -217,6 +225,23 @@ class _Probe:
         self._micro_batches.mean_loss(self._batch, 1, add=self._add_gradient, undo=self._forget_gradients)
         self._precision.unscale(self._optimizer)
         self._precision.step(self._optimizer)
+
+    def _update_seconds(self, wait_for_device: Callable[[], None]) -> float:
+        """Median seconds of the optimiser's step, with the gradients that the last pass has left.
+
+        Called last: the weights are worth nothing afterwards.
+        """
+        seconds = []
+        for _ in range(UPDATES):
+            wait_for_device()
+            started = time.perf_counter()
+            self._optimizer.step()
+            wait_for_device()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])
+
+    def _target_bytes(self) -> int:
+        return bytes_per_example(self._batch[1], num_examples_in(self._batch))
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

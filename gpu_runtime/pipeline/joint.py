@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpu_runtime.pipeline.contention import RoundWork
 from gpu_runtime.pipeline.cut_costs import AUTO, LOSSLESS, Link, SplitOptions, SplitTask, cuts
-from gpu_runtime.pipeline.makespan import CutCost, not_negative, step_s
+from gpu_runtime.pipeline.makespan import Busy, CutCost, not_negative, step_s
 from gpu_runtime.pipeline.planner import Choice, choose, lower_bound_s, split_choice, whole_choice
 
 # Of the round's seconds, relative.
@@ -40,8 +41,8 @@ class Request:
 class JointChoice:
     """`choices` in the order of the requests, and the seconds `round_s` that no client's round exceeds.
 
-    `round_s` counts the work of shared resources but not the waiting for one another (`contention.estimate_s` does).
-    `binding` is the resource with the most to do: "server", or "<client>/device", "/uplink", "/downlink", or
+    `round_s` counts the work of shared resources but not the waiting for one another; `contention.estimate_s` of
+    `round_works` does. `binding` is the resource with the most to do: "server", or "<client>/device", "/uplink", "/downlink", or
     "/latency" where that client mostly waits for messages on their way.
     """
 
@@ -80,6 +81,23 @@ def choose_jointly(
     loads["server"] = _server_s(chosen) / server_capacity
     round_s = max(*loads.values(), *(way.round_s for way in chosen))
     return _joint(chosen, round_s, max(loads, key=lambda name: loads[name]))
+
+
+def round_works(requests: Sequence[Request], choices: Sequence[Choice]) -> list[RoundWork]:
+    """What the choices mean for shared resources, for `contention.estimate_s`."""
+    return [
+        RoundWork(
+            client=request.client,
+            alone_s=request.fixed_s + request.num_steps * choice.step_s,
+            busy=Busy(
+                device=request.num_steps * choice.device_step_s,
+                uplink=request.num_steps * choice.uplink_step_s,
+                server=request.num_steps * choice.server_step_s,
+                downlink=request.num_steps * choice.downlink_step_s,
+            ),
+        )
+        for request, choice in zip(requests, choices, strict=True)
+    ]
 
 
 class _Way:

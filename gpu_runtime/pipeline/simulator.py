@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpu_runtime.pipeline.makespan import Affine, CutCost, not_negative
@@ -45,6 +45,11 @@ class SimulatedSession:
     steps: Sequence[Sequence[int]]
     task: str = ""
     start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("start_s", self.start_s)
+        if not self.steps or any(not sizes or min(sizes) < 1 for sizes in self.steps):
+            raise ValueError("steps must be one or more, each of one or more micro-batches of one example or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ class Timeline:
 
 
 def simulate(
-    sessions: Sequence[SimulatedSession], *, changes: dict[str, Sequence[RateChange]] | None = None
+    sessions: Sequence[SimulatedSession], *, changes: Mapping[str, Sequence[RateChange]] | None = None
 ) -> Timeline:
     """Run all sessions to their ends.
 
@@ -91,14 +96,23 @@ def simulate(
         sessions: who trains what.
         changes: of the rates of a client's links, by client, in order of time. What a message occupies whatever its
             size does not change.
+
+    Raises:
+        ValueError: changes that are not in order of time, or of a client that no session has.
     """
+    changes = changes or {}
+    for client, some in changes.items():
+        if client not in {session.client for session in sessions}:
+            raise ValueError(f"changes of {client!r}, which has no session")
+        if any(later.at_s < sooner.at_s for sooner, later in itertools.pairwise(some)):
+            raise ValueError(f"changes of {client!r} are not in order of time")
     clock = _Clock()
     server = _Resource(SERVER, clock)
     clients: dict[str, _Client] = {}
     runs = []
     for session in sessions:
         if session.client not in clients:
-            clients[session.client] = _Client(session.client, clock, (changes or {}).get(session.client, ()))
+            clients[session.client] = _Client(session.client, clock, changes.get(session.client, ()))
         run = _Run(session, clients[session.client], server, clock)
         clock.at(session.start_s, run.begin_step)
         runs.append(run)

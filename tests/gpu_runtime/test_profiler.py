@@ -53,7 +53,13 @@ def test_a_measured_cost() -> None:
     assert cost.speed_curve[-1] == (1.0, 1.0)
     # V = c_one_thread / (cores c) and s(1/cores) = c / c_one_thread, so V s(1/cores) cores = 1, up to the clip of V.
     assert cost.demand * cost.speed_curve[0][1] * 2 == pytest.approx(1.0) or cost.demand == 1.0
-    assert all(block.forward_s > 0 and block.backward_s > 0 for block in cost.blocks)
+    for block in cost.blocks:
+        parts = (block.forward_s, block.forward_call_s, block.backward_s, block.backward_call_s)
+        assert all(part >= 0 for part in parts)
+        assert block.forward_s + block.forward_call_s > 0
+        assert block.backward_s + block.backward_call_s > 0
+    assert cost.update_s > 0
+    assert cost.target_bytes == 8
 
 
 def measure_quickly(workload: Pictures) -> TaskCost:

@@ -17,7 +17,11 @@ COST = TaskCost(
     demand=0.5,
     solo_cost_s=0.123456789,
     speed_curve=((0.5, 0.75), (1.0, 1.0)),
-    blocks=(BlockCost(forward_s=0.1, backward_s=0.2, boundary_bytes=12345678),),
+    blocks=(
+        BlockCost(forward_s=0.1, backward_s=0.2, boundary_bytes=12345678, forward_call_s=0.25, backward_call_s=0.5),
+    ),
+    update_s=0.125,
+    target_bytes=8,
 )
 DEVICE = Device(name="some cpu", kind="cpu", num_cores=2)
 
@@ -34,8 +38,11 @@ def test_shipped_fleets_have_costs_of_all_tasks_of_all_suites(name: str) -> None
 def test_scaling_changes_seconds_only() -> None:
     double = COST.scaled(2.0)
     assert double.solo_cost_s == 2 * COST.solo_cost_s
-    assert double.blocks[0] == BlockCost(forward_s=0.2, backward_s=0.4, boundary_bytes=12345678)
-    assert replace(double, solo_cost_s=COST.solo_cost_s, blocks=COST.blocks) == COST
+    assert double.blocks[0] == BlockCost(
+        forward_s=0.2, backward_s=0.4, boundary_bytes=12345678, forward_call_s=0.5, backward_call_s=1.0
+    )
+    assert double.update_s == 0.25
+    assert replace(double, solo_cost_s=COST.solo_cost_s, blocks=COST.blocks, update_s=COST.update_s) == COST
 
 
 def test_what_is_written_is_read_rounded_to_what_was_measured(tmp_path: Path) -> None:

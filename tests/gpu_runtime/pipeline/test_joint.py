@@ -8,10 +8,12 @@ import pytest
 from pipeline_cases import block, random_link, random_split
 
 from gpu_runtime.contracts import ENCODINGS
+from gpu_runtime.pipeline.contention import estimate_s
 from gpu_runtime.pipeline.cut_costs import Link, SplitOptions, SplitTask, cuts
-from gpu_runtime.pipeline.joint import JointChoice, Request, choose_jointly
-from gpu_runtime.pipeline.makespan import step_s
+from gpu_runtime.pipeline.joint import JointChoice, Request, choose_jointly, round_works
+from gpu_runtime.pipeline.makespan import micro_batch_sizes, step_s
 from gpu_runtime.pipeline.planner import choose, split_choice
+from gpu_runtime.pipeline.simulator import SimulatedSession, simulate
 
 ALL = SplitOptions(encodings=ENCODINGS, max_micro_batches=16)
 
@@ -145,6 +147,26 @@ def test_tasks_that_share_a_client_fit_into_the_round() -> None:
         joint = choose_jointly(requests, server_capacity=0.5, options=ALL)
         for resource in ("device_step_s", "uplink_step_s", "downlink_step_s"):
             assert sum(2 * getattr(choice, resource) for choice in joint.choices) <= joint.round_s * (1 + 1e-9)
+
+
+def test_a_simulated_round_takes_somewhat_longer_than_said_where_all_queue_for_the_server() -> None:
+    draw = random.Random(9)
+    for _ in range(15):
+        requests = [replace(each, num_steps=6, fixed_s=0.0) for each in random_requests(draw, 4)]
+        joint = choose_jointly(requests, options=replace(ALL, mode="on"))
+        sessions = [
+            SimulatedSession(
+                client=each.client,
+                cut=choice.cut,
+                steps=[micro_batch_sizes(each.split.batch_size, choice.micro_batches)] * 6,
+            )
+            for each, choice in zip(requests, joint.choices, strict=True)
+            if choice.cut is not None
+        ]
+        estimated_s = estimate_s(round_works(requests, joint.choices))
+        # First come, first served: who has short rounds is served first, and the others catch up late.
+        assert 0.85 * estimated_s < simulate(sessions).end_s < 1.5 * estimated_s
+        assert estimated_s >= joint.round_s * (1 - 1e-9)
 
 
 def test_nonsense_is_named() -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pipeline_cases import block, random_link, random_split
+from pipeline_cases import block, random_cut, random_link, random_split
 
 from gpu_runtime.contracts import ENCODINGS, EncodingCost
 from gpu_runtime.pipeline.baselines import pipar_choice, pipar_count, splitfed_choice
 from gpu_runtime.pipeline.cut_costs import Link, SplitOptions, SplitTask, cuts
 from gpu_runtime.pipeline.makespan import Affine, CutCost, micro_batch_sizes, schedule, step_s
-from gpu_runtime.pipeline.planner import choose
+from gpu_runtime.pipeline.planner import choose, lower_bound_s
 
 ALL = SplitOptions(encodings=ENCODINGS, max_micro_batches=32)
 
@@ -105,6 +105,16 @@ def test_the_best_is_found_among_thousands() -> None:
         equal = [entry for entry in every if entry[0] <= best_s * (1.005 - 1e-9)]
         rank = min((cut.encoding != "fp32", count) for _, cut, count in equal)
         assert (choice.encoding != "fp32", choice.micro_batches) <= rank
+
+
+def test_bounds_are_below_every_step() -> None:
+    draw = random.Random(8)
+    for _ in range(1000):
+        cut, batch_size = random_cut(draw), draw.randint(1, 30)
+        count = draw.randint(1, batch_size)
+        fewer, size = draw.randint(1, count), draw.randint(1, batch_size // count)
+        bound_s = lower_bound_s(cut, batch_size, fewer, size)
+        assert bound_s <= step_s(cut, batch_size, count) * (1 + 1e-9)
 
 
 def test_ties_prefer_lossless_and_few() -> None:

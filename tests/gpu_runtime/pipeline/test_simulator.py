@@ -60,8 +60,16 @@ def test_links_change_in_the_middle_of_a_message(changes: list[RateChange], end_
     assert simulate([session], changes={"a": changes}).end_s == end_s
 
 
-def test_nonsense_changes_are_named() -> None:
+def test_nonsense_is_named() -> None:
     with pytest.raises(ValueError, match="at_s"):
         RateChange(at_s=float("nan"))
     with pytest.raises(ValueError, match="downlink_factor"):
         RateChange(at_s=0.0, downlink_factor=0.0)
+    for steps in ([], [()], [(1, 0)]):
+        with pytest.raises(ValueError, match="steps"):
+            SimulatedSession(client="a", cut=UPLINK_ONLY, steps=steps)
+    session = SimulatedSession(client="a", cut=UPLINK_ONLY, steps=[(1,)])
+    with pytest.raises(ValueError, match="'b', which has no session"):
+        simulate([session], changes={"b": []})
+    with pytest.raises(ValueError, match="order of time"):
+        simulate([session], changes={"a": [RateChange(at_s=2.0), RateChange(at_s=1.0)]})
