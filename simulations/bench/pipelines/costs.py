@@ -1,0 +1,232 @@
+"""What a model's stages cost on the emulated device and on the service, measured before anything is predicted.
+
+The device is one thread, timed in CPU time and slowed down by a factor; the service is its own lanes, in wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpu_runtime.block_costs import bytes_per_example, measure_blocks
+from gpu_runtime.contracts import BlockCost, EncodingCost, TaskPlan
+from gpu_runtime.pipeline.cut_costs import SplitTask
+from gpu_runtime.pipeline.encoding_costs import measure_encodings
+from gpu_runtime.pipeline.local_channel import LocalChannel
+from gpu_runtime.pipeline.session import Activation, Gradient, StageHost
+from gpu_runtime.pipeline.split_training import SplitTraining
+from gpu_runtime.training import Origin, on_device
+from gpu_runtime.workload import Workload
+from simulations.bench.pipelines.models import Blocks, ImageWorkload
+from simulations.bench.pipelines.service import HOST, Service, start_arrays
+
+T = TypeVar("T")
+
+# Optimiser steps; the first is not timed.
+UPDATES = 5
+# Steps of a session that times its micro-batches; the first is not counted.
+WATCHED_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTimes:
+    """Seconds of micro-batches on this machine as split training runs them: CPU time on the device, server time."""
+
+    forward_s: float
+    backward_s: float
+    server_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseCosts:
+    """What does not depend on the model: encodings on either side, and a micro-batch that has next to nothing to do."""
+
+    device_encodings: tuple[EncodingCost, ...]
+    server_encodings: tuple[EncodingCost, ...]
+    message: MicroBatchTimes
+
+
+class Tiny(ImageWorkload):
+    """A model with next to nothing to compute."""
+
+    def build_model(self) -> nn.Module:
+        return Blocks(nn.Sequential(nn.AvgPool2d(8), nn.Conv2d(3, 3, 1)), nn.Sequential(nn.Flatten(), nn.Linear(48, 10)))
+
+
+def base_costs(service: Service) -> BaseCosts:
+    """Measured here and now, in a fraction of a second. The calling thread computes on one core."""
+    tiny = Tiny("tiny", batch_size=32)
+    service.serve(tiny, start_arrays(tiny))
+    return BaseCosts(
+        device_encodings=measure_encodings(),
+        server_encodings=in_lane(service, measure_encodings),
+        message=micro_batch_times(service, tiny, start_arrays(tiny), split_point=1, micro_batches=32),
+    )
+
+
+def split_task(
+    workload: Workload, service: Service, base: BaseCosts, *, slowdown: float, budget_s: float = 1.0
+) -> SplitTask:
+    """Blocks, optimiser and labels of `workload` as the planner wants them, the device's seconds times `slowdown`.
+
+    What a message costs whatever its size counts to the first block on the device and to the last one on the server.
+    """
+    device, update_s = _blocks(workload, budget_s, time.thread_time)
+    server, server_update_s = in_lane(service, lambda: _blocks(workload, budget_s, time.perf_counter))
+    first, last, message = device[0], server[-1], base.message
+    device = (
+        replace(
+            first,
+            forward_call_s=first.forward_call_s + message.forward_s,
+            backward_call_s=first.backward_call_s + message.backward_s,
+        ),
+        *device[1:],
+    )
+    server = (*server[:-1], replace(last, forward_call_s=last.forward_call_s + message.server_s))
+    size = workload.batch_size
+    slow = tuple(_scaled(block, slowdown) for block in device)
+    whole_s = sum(b.forward_call_s + b.backward_call_s + size * (b.forward_s + b.backward_s) for b in slow)
+    targets = workload.train_examples().batch(range(size))[1]
+    parameter_bytes, channels = _shapes(workload)
+    return SplitTask(
+        task=workload.name,
+        batch_size=size,
+        blocks=slow,
+        server_blocks=server,
+        unsplit_step_s=whole_s + slowdown * update_s,
+        target_bytes=bytes_per_example(targets, size),
+        update_s=slowdown * update_s,
+        server_update_s=server_update_s,
+        parameter_bytes=parameter_bytes,
+        channels=channels,
+        device_encodings=tuple(
+            replace(each, encode_s=slowdown * each.encode_s, decode_s=slowdown * each.decode_s)
+            for each in base.device_encodings
+        ),
+        server_encodings=base.server_encodings,
+    )
+
+
+def in_lane(service: Service, work: Callable[[], T]) -> T:
+    """What `work` returns, from the lane that serves a lone session."""
+    key = object()
+    service.device.join(key)
+    try:
+        return service.device.run(key, work).result
+    finally:
+        service.device.leave(key)
+
+
+def micro_batch_times(
+    service: Service, workload: Workload, arrays: Mapping[str, np.ndarray], *, split_point: int, micro_batches: int
+) -> MicroBatchTimes:
+    """Medians over the micro-batches of a short session without a network.
+
+    Left out are each step's first forward, which fetches the batch, and last backward, which has the optimiser's step
+    behind it.
+    """
+    channel = _Watched(service.host)
+    training = SplitTraining(
+        workload=workload,
+        plan=TaskPlan(
+            task=workload.name,
+            num_examples=(WATCHED_STEPS + 1) * workload.batch_size,
+            split_point=split_point,
+            micro_batches=micro_batches,
+        ),
+        arrays=arrays,
+        origin=Origin(client="costs", server_round=service.server_round, seed=0),
+        device=HOST,
+        access=service.access,
+        channel=lambda: channel,
+    )
+    for step in range(WATCHED_STEPS):
+        training.step()
+        if step == 0:
+            channel.forget()
+    training.abandon()
+    return MicroBatchTimes(
+        forward_s=statistics.median(channel.forward_s),
+        backward_s=statistics.median(channel.backward_s),
+        server_s=statistics.median(channel.server_s),
+    )
+
+
+class _Watched(LocalChannel):
+    """Notes the CPU time of the device's thread between its calls."""
+
+    def __init__(self, host: StageHost) -> None:
+        super().__init__(host)
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self.server_s: list[float] = []
+        self._left_s = 0.0
+        self._backward = False
+
+    def forget(self) -> None:
+        """What was noted so far."""
+        for noted in (self.forward_s, self.backward_s, self.server_s):
+            noted.clear()
+
+    def send(self, activation: Activation) -> None:
+        if activation.index > 0 or activation.count == 1:
+            self.forward_s.append(time.thread_time() - self._left_s)
+        super().send(activation)
+        self._backward = False
+        self._left_s = time.thread_time()
+
+    def receive(self) -> Gradient:
+        if self._backward:
+            self.backward_s.append(time.thread_time() - self._left_s)
+        gradient = super().receive()
+        self.server_s.append(gradient.server_s)
+        self._backward = True
+        self._left_s = time.thread_time()
+        return gradient
+
+
+def _blocks(
+    workload: Workload, budget_s: float, clock: Callable[[], float]
+) -> tuple[tuple[BlockCost, ...], float]:
+    """Blocks, and seconds of the optimiser's step of the whole model."""
+    model = on_device(workload.build_model(), workload, HOST)
+    model.train()
+    batch = workload.train_examples().batch(range(workload.batch_size))
+    blocks = measure_blocks(model, workload.loss, batch, budget_s, lambda: None, clock)
+    optimizer = workload.optimizer(model.parameters(), workload.learning_rate)
+    updates_s = []
+    for _ in range(UPDATES + 1):
+        began_s = clock()
+        optimizer.step()
+        updates_s.append(clock() - began_s)
+    return blocks, statistics.median(updates_s[1:])
+
+
+def _scaled(block: BlockCost, factor: float) -> BlockCost:
+    return replace(
+        block,
+        forward_s=factor * block.forward_s,
+        backward_s=factor * block.backward_s,
+        forward_call_s=factor * block.forward_call_s,
+        backward_call_s=factor * block.backward_call_s,
+    )
+
+
+def _shapes(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parameter bytes of each block, and channels of its output; 0 for outputs without."""
+    model = workload.build_model()
+    value, _ = workload.train_examples().batch([0])
+    parameter_bytes, channels = [], []
+    with torch.no_grad():
+        for block in model.blocks:
+            value = block(value)
+            channels.append(value.shape[1] if value.ndim >= 3 else 0)
+            parameter_bytes.append(sum(each.numel() * each.element_size() for each in block.parameters()))
+    return tuple(parameter_bytes), tuple(channels)
