@@ -57,7 +57,9 @@ class Tiny(ImageWorkload):
     """A model with next to nothing to compute."""
 
     def build_model(self) -> nn.Module:
-        return Blocks(nn.Sequential(nn.AvgPool2d(8), nn.Conv2d(3, 3, 1)), nn.Sequential(nn.Flatten(), nn.Linear(48, 10)))
+        return Blocks(
+            nn.Sequential(nn.AvgPool2d(8), nn.Conv2d(3, 3, 1)), nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
+        )
 
 
 def base_costs(service: Service) -> BaseCosts:
@@ -72,14 +74,27 @@ def base_costs(service: Service) -> BaseCosts:
 
 
 def split_task(
-    workload: Workload, service: Service, base: BaseCosts, *, slowdown: float, budget_s: float = 1.0
+    workload: Workload,
+    service: Service,
+    base: BaseCosts,
+    *,
+    slowdown: float,
+    budget_s: float = 1.0,
+    server_cores: int = 0,
 ) -> SplitTask:
     """Blocks, optimiser and labels of `workload` as the planner wants them, the device's seconds times `slowdown`.
 
     What a message costs whatever its size counts to the first block on the device and to the last one on the server.
+    `server_cores` 1 gives the server's seconds while it serves several sessions, on one core each; by default it is
+    all there for one.
     """
     device, update_s = _blocks(workload, budget_s, time.thread_time)
-    server, server_update_s = in_lane(service, lambda: _blocks(workload, budget_s, time.perf_counter))
+
+    def on_server() -> tuple[tuple[BlockCost, ...], float]:
+        return _blocks(workload, budget_s, time.perf_counter)
+
+    # This thread computes on one core, as the lanes do when they serve several sessions.
+    server, server_update_s = on_server() if server_cores == 1 else in_lane(service, on_server)
     first, last, message = device[0], server[-1], base.message
     device = (
         replace(
@@ -192,9 +207,7 @@ class _Watched(LocalChannel):
         return gradient
 
 
-def _blocks(
-    workload: Workload, budget_s: float, clock: Callable[[], float]
-) -> tuple[tuple[BlockCost, ...], float]:
+def _blocks(workload: Workload, budget_s: float, clock: Callable[[], float]) -> tuple[tuple[BlockCost, ...], float]:
     """Blocks, and seconds of the optimiser's step of the whole model."""
     model = on_device(workload.build_model(), workload, HOST)
     model.train()

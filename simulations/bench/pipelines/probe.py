@@ -23,9 +23,7 @@ def probed_link(service: Service, emulation: Emulation) -> Link:
     tiny = Tiny("tiny", batch_size=2)
     service.serve(tiny, start_arrays(tiny))
     key = SessionKey(run=RUN, server_round=service.server_round, attempt=0, client="probe", task=tiny.name)
-    spec = SessionSpec(
-        key=key, split_point=1, micro_batches=1, encoding="fp32", num_examples=2, batch_size=2, seed=0
-    )
+    spec = SessionSpec(key=key, split_point=1, micro_batches=1, encoding="fp32", num_examples=2, batch_size=2, seed=0)
     access, link = service.access, EmulatedLink(replace(emulation, slowdown=1.0))
     with closing(GrpcChannel(access.address, access.token, link=link)) as channel:
         channel.open(spec)

@@ -18,9 +18,7 @@ NUM_STEPS = 5
 def virtual_iteration(choice: Choice, batch_size: int, emulation: Emulation) -> Iteration:
     """One iteration of a client alone on the service."""
     if choice.cut is None:
-        return Iteration(
-            seconds=choice.step_s, device_s=choice.step_s, server_s=0.0, uplink_s=0.0, downlink_s=0.0
-        )
+        return Iteration(seconds=choice.step_s, device_s=choice.step_s, server_s=0.0, uplink_s=0.0, downlink_s=0.0)
     seconds = seconds_per_step(simulate([_session("client", choice.cut, batch_size, choice.micro_batches)]), 0)
     busy = busy_s(choice.cut, batch_size, choice.micro_batches)
     messages_s = choice.micro_batches * emulation.message_s
@@ -73,9 +71,7 @@ def server_idle_s(timeline: Timeline) -> float:
     return (last_s - first_s - work_s) / (num_steps - 1)
 
 
-def _session(
-    client: str, cut: CutCost, batch_size: int, count: int, num_steps: int = NUM_STEPS
-) -> SimulatedSession:
+def _session(client: str, cut: CutCost, batch_size: int, count: int, num_steps: int = NUM_STEPS) -> SimulatedSession:
     return SimulatedSession(client=client, cut=cut, steps=[micro_batch_sizes(batch_size, count)] * num_steps)
 
 
