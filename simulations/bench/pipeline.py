@@ -252,7 +252,7 @@ class _Bench:
         row = row_of(setting.model, setting.link, setting.emulation, self._batch_size, model_bytes, found, samples)
         ours = row["variants"][OURS]
         say(
-            f"{setting.name} ({row['clock']}): ours {ours['iteration_s']:.2f} s, predicted {ours['predicted_s']:.2f} s, "
+            f"{setting.name} ({row['clock']}): ours {ours['iteration_s']:.2f} s, predicted {ours['predicted_s']:.2f}, "
             f"{1 / ours['over_fl']['median']:.1f} times as fast as fl; {budget.left_s:.0f} s left"
         )
         return row

@@ -24,7 +24,7 @@ from simulations.bench.pipelines.service import HOST, start_arrays
 from tasks.registry import build
 
 # The metric of each task that is compared.
-TASKS = {"digits": "accuracy", "segmentation": "mean-iou"}
+TASKS = {"digits": "accuracy", "segmentation": "miou"}
 LOSSY = ("fp16", "int8")
 NUM_CLIENTS, NUM_ROUNDS, SEEDS = 3, 5, (0, 1, 2)
 RUN = "accuracy"

@@ -33,6 +33,12 @@ T = TypeVar("T")
 UPDATES = 5
 # Steps of a session that times its micro-batches; the first is not counted.
 WATCHED_STEPS = 4
+# Blocks on the device and micro-batches of a session that tells stages from blocks.
+WATCHED_BLOCKS, WATCHED_PARTS = 3, 4
+# An emulated device sleeps most of the time, and what runs first after a sleep finds cold caches.
+REST_S = 0.02
+# Numbers of a tensor whose memory format is changed, and how often.
+LAYOUT_SHAPE, LAYOUT_REPEATS = (16, 64, 32, 32), 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +69,13 @@ class Tiny(ImageWorkload):
 
 
 def base_costs(service: Service) -> BaseCosts:
-    """Measured here and now, in a fraction of a second. The calling thread computes on one core."""
+    """Measured here and now, in about two seconds. The calling thread computes on one core."""
     tiny = Tiny("tiny", batch_size=32)
     service.serve(tiny, start_arrays(tiny))
     return BaseCosts(
-        device_encodings=measure_encodings(),
-        server_encodings=in_lane(service, measure_encodings),
-        message=micro_batch_times(service, tiny, start_arrays(tiny), split_point=1, micro_batches=32),
+        device_encodings=_encodings(),
+        server_encodings=in_lane(service, _encodings),
+        message=micro_batch_times(service, tiny, start_arrays(tiny), split_point=1, micro_batches=8, rest_s=REST_S),
     )
 
 
@@ -85,7 +91,7 @@ def split_task(
     """Blocks, optimiser and labels of `workload` as the planner wants them, the device's seconds times `slowdown`.
 
     What a message costs whatever its size counts to the first block on the device and to the last one on the server.
-    `server_cores` 1 gives the server's seconds while it serves several sessions, on one core each; by default it is
+    The service serves `workload` afterwards. `server_cores` 1 gives the server's seconds while it serves several sessions, on one core each; by default it is
     all there for one.
     """
     device, update_s = _blocks(workload, budget_s, time.thread_time)
@@ -104,6 +110,7 @@ def split_task(
         ),
         *device[1:],
     )
+    device = _as_stages(device, workload, service)
     server = (*server[:-1], replace(last, forward_call_s=last.forward_call_s + message.server_s))
     size = workload.batch_size
     slow = tuple(_scaled(block, slowdown) for block in device)
@@ -129,6 +136,30 @@ def split_task(
     )
 
 
+def _as_stages(device: tuple[BlockCost, ...], workload: Workload, service: Service) -> tuple[BlockCost, ...]:
+    """Blocks with what they take longer in the micro-batches of a device that rests than one after the other.
+
+    That is measured for the first few blocks, and is a part of every block's call.
+    """
+    arrays = start_arrays(workload)
+    service.serve(workload, arrays)
+    count = min(len(device) - 1, WATCHED_BLOCKS)
+    parts = min(WATCHED_PARTS, workload.batch_size)
+    times = micro_batch_times(service, workload, arrays, split_point=count, micro_batches=parts, rest_s=REST_S)
+    size = workload.batch_size / parts
+    forward_s = sum(block.forward_call_s + size * block.forward_s for block in device[:count])
+    backward_s = sum(block.backward_call_s + size * block.backward_s for block in device[:count])
+    more_s = max(0.0, times.forward_s - forward_s) / count, max(0.0, times.backward_s - backward_s) / count
+    return tuple(
+        replace(
+            block,
+            forward_call_s=block.forward_call_s + more_s[0],
+            backward_call_s=block.backward_call_s + more_s[1],
+        )
+        for block in device
+    )
+
+
 def in_lane(service: Service, work: Callable[[], T]) -> T:
     """What `work` returns, from the lane that serves a lone session."""
     key = object()
@@ -140,14 +171,20 @@ def in_lane(service: Service, work: Callable[[], T]) -> T:
 
 
 def micro_batch_times(
-    service: Service, workload: Workload, arrays: Mapping[str, np.ndarray], *, split_point: int, micro_batches: int
+    service: Service,
+    workload: Workload,
+    arrays: Mapping[str, np.ndarray],
+    *,
+    split_point: int,
+    micro_batches: int,
+    rest_s: float = 0.0,
 ) -> MicroBatchTimes:
-    """Medians over the micro-batches of a short session without a network.
+    """Medians over the micro-batches of a short session without a network, `rest_s` seconds of sleep between them.
 
     Left out are each step's first forward, which fetches the batch, and last backward, which has the optimiser's step
     behind it.
     """
-    channel = _Watched(service.host)
+    channel = _Watched(service.host, rest_s)
     training = SplitTraining(
         workload=workload,
         plan=TaskPlan(
@@ -174,14 +211,32 @@ def micro_batch_times(
     )
 
 
-class _Watched(LocalChannel):
-    """Notes the CPU time of the device's thread between its calls."""
+def _encodings() -> tuple[EncodingCost, ...]:
+    """As the runtime measures them, and what it takes to leave and to restore the memory format of convolutions."""
+    numbers = torch.randn(LAYOUT_SHAPE).to(memory_format=torch.channels_last)
+    leave_s, restore_s = [], []
+    for _ in range(LAYOUT_REPEATS + 1):
+        began_s = time.thread_time()
+        plain = numbers.contiguous()
+        between_s = time.thread_time()
+        plain.contiguous(memory_format=torch.channels_last)
+        leave_s.append((between_s - began_s) / numbers.numel())
+        restore_s.append((time.thread_time() - between_s) / numbers.numel())
+    leave, restore = statistics.median(leave_s[1:]), statistics.median(restore_s[1:])
+    return tuple(
+        replace(each, encode_s=each.encode_s + leave, decode_s=each.decode_s + restore) for each in measure_encodings()
+    )
 
-    def __init__(self, host: StageHost) -> None:
+
+class _Watched(LocalChannel):
+    """Notes the CPU time of the device's thread between its calls, each of which rests first."""
+
+    def __init__(self, host: StageHost, rest_s: float) -> None:
         super().__init__(host)
         self.forward_s: list[float] = []
         self.backward_s: list[float] = []
         self.server_s: list[float] = []
+        self._rest_s = rest_s
         self._left_s = 0.0
         self._backward = False
 
@@ -195,6 +250,7 @@ class _Watched(LocalChannel):
             self.forward_s.append(time.thread_time() - self._left_s)
         super().send(activation)
         self._backward = False
+        time.sleep(self._rest_s)
         self._left_s = time.thread_time()
 
     def receive(self) -> Gradient:
@@ -203,6 +259,7 @@ class _Watched(LocalChannel):
         gradient = super().receive()
         self.server_s.append(gradient.server_s)
         self._backward = True
+        time.sleep(self._rest_s)
         self._left_s = time.thread_time()
         return gradient
 

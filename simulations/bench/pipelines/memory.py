@@ -21,4 +21,5 @@ def keep_freed_memory() -> bool:
         (_TOP_PAD, _PAD),
         (_ARENA_MAX, 1),
     )
-    return all([mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings])
+    accepted = [mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings]
+    return all(accepted)

@@ -1,4 +1,4 @@
-"""Rounds of one setting in real time: every distinct choice once a round, in random order, again where others disturb."""
+"""Rounds of one setting in real time: every distinct choice once a round, in random order, repeated if disturbed."""
 
 from __future__ import annotations
 

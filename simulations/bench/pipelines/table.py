@@ -21,8 +21,8 @@ def table(result: Mapping[str, Any]) -> str:
         exchange = f"a model there and back takes {row['exchange']['seconds']:.1f} s a round, not counted"
         lines += [
             f"{row['setting']} ({row['clock']} time; {exchange})",
-            f"  {'variant':<10}{'choice':<16}{'s':>8}{'pred.':>8}  {'idle: device':<13}{'server':<8}{'up':<6}{'down':<6}"
-            f"{'MB up':>7}{'down':>7}  {'over fl':<22}{'over splitfed':<22}",
+            f"  {'variant':<10}{'choice':<16}{'s':>8}{'pred.':>8}  {'idle: device':<13}{'server':<8}{'up':<6}"
+            f"{'down':<6}{'MB up':>7}{'down':>7}  {'over fl':<22}{'over splitfed':<22}",
         ]
         lines += [f"  {name:<10}{_cells(variant)}".rstrip() for name, variant in row["variants"].items()]
         lines.append("")
@@ -98,8 +98,8 @@ def _choice(variant: Mapping[str, Any]) -> str:
 
 def _clients_line(each: Mapping[str, Any]) -> str:
     return (
-        f"{each['setting']}: {each['iteration_s']:.3f} s an iteration (predicted {each['predicted_s']:.3f}), server idle "
-        f"{each['server_idle_s']:.3f} s, floor {each['server_idle_floor_s']:.3f} s, "
+        f"{each['setting']}: {each['iteration_s']:.3f} s an iteration (predicted {each['predicted_s']:.3f}), server "
+        f"idle {each['server_idle_s']:.3f} s, floor {each['server_idle_floor_s']:.3f} s, "
         f"{each['speedup_over_fl']:.1f} times as fast as fl, {each['speedup_over_splitfed']:.2f} as splitfed"
         f"{' (disturbed)' if each['disturbed'] else ''}"
     )
