@@ -249,7 +249,16 @@ class _Bench:
             choices = found.to_measure(self._size.num_grid)
             samples = self._real_time.measure(workload, arrays, choices, setting.emulation, self._size.amount)
         model_bytes = sum(array.nbytes for array in arrays.values())
-        row = row_of(setting.model, setting.link, setting.emulation, self._batch_size, model_bytes, found, samples)
+        row = row_of(
+            setting.model,
+            setting.link,
+            setting.emulation,
+            setting.probed,
+            self._batch_size,
+            model_bytes,
+            found,
+            samples,
+        )
         ours = row["variants"][OURS]
         say(
             f"{setting.name} ({row['clock']}): ours {ours['iteration_s']:.2f} s, predicted {ours['predicted_s']:.2f}, "

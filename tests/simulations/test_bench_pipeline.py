@@ -65,10 +65,10 @@ def test_the_variants_choose_what_their_rules_say() -> None:
 def test_virtual_iterations_are_those_of_the_formula() -> None:
     found = compared(made_up(), LINK)
     for name, choice in found.choices.items():
-        virtual = virtual_iteration(choice, 8, EMULATION)
+        virtual = virtual_iteration(choice, 8, LINK)
         assert virtual.seconds == pytest.approx(choice.step_s), name
         assert virtual.device_s == pytest.approx(choice.device_step_s)
-    alone = virtual_iteration(found.choices[SPLITFED], 8, EMULATION)
+    alone = virtual_iteration(found.choices[SPLITFED], 8, LINK)
     assert alone.seconds == 40.0
     assert {alone.idle_fraction(name) for name in ("server", "uplink", "downlink")} == {0.8}
     assert (alone.bytes_up, alone.bytes_down) == (32, 32)
@@ -88,9 +88,9 @@ def test_virtual_clients_share_the_server() -> None:
 def test_a_row_of_made_up_times() -> None:
     found = compared(made_up(), LINK)
     keys = {name: key_of(choice) for name, choice in found.choices.items()}
-    seconds = {key: 20.0 for key in found.to_measure(2)}
+    seconds = dict.fromkeys(found.to_measure(2), 20.0)
     seconds |= {keys[FL]: 160.0, keys[SPLITFED]: 40.0, keys[OURS]: 16.8}
-    row = row_of("resnet18", "4g", EMULATION, 8, 400, found, samples_of(seconds))
+    row = row_of("resnet18", "4g", EMULATION, LINK, 8, 400, found, samples_of(seconds))
     assert row["clock"] == "real"
     assert row["variants"][OURS]["measured_over_predicted"]["median"] == pytest.approx(1.05)
     assert row["exchange"]["seconds"] == 200.0
@@ -106,20 +106,20 @@ def test_a_row_of_made_up_times() -> None:
 
 def test_too_slow_or_disturbed_is_not_met() -> None:
     found = compared(made_up(), LINK)
-    samples = samples_of({key: 20.0 for key in found.to_measure(2)})
-    row = row_of("vgg5", "4g", EMULATION, 8, 400, found, samples)
+    samples = samples_of(dict.fromkeys(found.to_measure(2), 20.0))
+    row = row_of("vgg5", "4g", EMULATION, LINK, 8, 400, found, samples)
     states = {each["what"]: each["state"] for each in targets_of([row], [], {})}
     assert states["measured over predicted"] == "missed"
     ours = samples[key_of(found.choices[OURS])]
     for index, sample in list(ours.items())[:3]:
         ours[index] = replace(sample, disturbed=True)
-    row = row_of("vgg5", "4g", EMULATION, 8, 400, found, samples)
+    row = row_of("vgg5", "4g", EMULATION, LINK, 8, 400, found, samples)
     states = {each["what"]: each["state"] for each in targets_of([row], [], {})}
     assert states["measured over predicted"] == "unclear"
 
 
 def test_what_there_is_no_time_for_is_virtual() -> None:
-    row = row_of("vgg5", "wifi", EMULATION, 8, 400, compared(made_up(), LINK), None)
+    row = row_of("vgg5", "wifi", EMULATION, LINK, 8, 400, compared(made_up(), LINK), None)
     assert row["clock"] == "virtual"
     assert validation_of([row]) == []
     assert headline_of([row], [], {})["measured_over_predicted"] == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -66,7 +66,8 @@ def federate(task: str, encoding: str, seed: int, rounds: int) -> dict[str, floa
     """Final metrics of a small federation by FedAvg, every client split after its first block."""
     data = DataSpec(seed=seed)
     held = [
-        build(task, replace(data, partition=Partition(index=index, count=NUM_CLIENTS))) for index in range(NUM_CLIENTS)
+        cast(Workload, build(task, replace(data, partition=Partition(index=index, count=NUM_CLIENTS))))
+        for index in range(NUM_CLIENTS)
     ]
     arrays = start_arrays(held[0])
     device = StageDevice(Device(name="server", kind=CPU, num_cores=1))
@@ -81,12 +82,7 @@ def federate(task: str, encoding: str, seed: int, rounds: int) -> dict[str, floa
             stages.release(RUN, server_round)
             total = sum(len(workload.train_examples()) for workload in held)
             weights = [len(workload.train_examples()) / total for workload in held]
-            arrays = {
-                name: sum(
-                    weight * each[name].astype(np.float64) for weight, each in zip(weights, trained, strict=True)
-                ).astype(array.dtype)
-                for name, array in arrays.items()
-            }
+            arrays = {name: _mean([each[name] for each in trained], weights) for name in arrays}
     finally:
         stages.close()
         device.close()
@@ -95,6 +91,11 @@ def federate(task: str, encoding: str, seed: int, rounds: int) -> dict[str, floa
         evaluation.step()
     evaluation.finish()
     return evaluation.results
+
+
+def _mean(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    mean = np.average(np.stack(arrays).astype(np.float64), axis=0, weights=weights)
+    return np.asarray(mean, dtype=arrays[0].dtype)
 
 
 def _trained(

@@ -91,8 +91,8 @@ def split_task(
     """Blocks, optimiser and labels of `workload` as the planner wants them, the device's seconds times `slowdown`.
 
     What a message costs whatever its size counts to the first block on the device and to the last one on the server.
-    The service serves `workload` afterwards. `server_cores` 1 gives the server's seconds while it serves several sessions, on one core each; by default it is
-    all there for one.
+    The service serves `workload` afterwards. `server_cores` 1 gives the server's seconds while it serves several
+    sessions, on one core each; by default it is all there for one.
     """
     device, update_s = _blocks(workload, budget_s, time.thread_time)
 

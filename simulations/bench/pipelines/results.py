@@ -10,10 +10,11 @@ from typing import Any
 from gpu_runtime.bench.paired import MIN_PAIRS, Interval, interval, paired_ratio
 from gpu_runtime.bench.results import state_of
 from gpu_runtime.contracts import Emulation
+from gpu_runtime.pipeline.cut_costs import Link
 from gpu_runtime.pipeline.planner import Choice
 from simulations.bench.pipelines.rounds import Sample, Samples
 from simulations.bench.pipelines.service import Iteration, median_of
-from simulations.bench.pipelines.variants import FL, GRID, OURS, OURS_ANY, PIPAR, SPLITFED, WHOLE, Compared, key_of
+from simulations.bench.pipelines.variants import FL, GRID, OURS, OURS_ANY, PIPAR, SPLITFED, Compared, key_of
 from simulations.bench.pipelines.virtual import virtual_iteration
 
 REAL, VIRTUAL = "real", "virtual"
@@ -35,6 +36,7 @@ def row_of(
     model: str,
     link: str,
     emulation: Emulation,
+    probed: Link,
     batch_size: int,
     model_bytes: int,
     found: Compared,
@@ -43,7 +45,7 @@ def row_of(
     """One setting. Without `samples` all times are virtual; the grid's best is the best of what was measured of it."""
     clock = VIRTUAL if samples is None else REAL
     virtual = {
-        key_of(choice): virtual_iteration(choice, batch_size, emulation)
+        key_of(choice): virtual_iteration(choice, batch_size, probed)
         for choice in (*found.choices.values(), *found.grid)
     }
     if samples is None:
@@ -213,7 +215,7 @@ def _median_s(samples: Mapping[int, Sample]) -> float:
 
 
 def _trusted(row: Mapping[str, Any], ratio: Mapping[str, Any]) -> bool:
-    return row["clock"] == VIRTUAL or ratio["num_pairs"] >= MIN_PAIRS
+    return bool(row["clock"] == VIRTUAL or ratio["num_pairs"] >= MIN_PAIRS)
 
 
 def _mostly_disturbed(row: Mapping[str, Any]) -> bool:
@@ -239,6 +241,3 @@ def _target(
         "clock": clock,
         "disturbed": disturbed,
     }
-
-
-__all__ = ["WHOLE", "exchange_s", "headline_of", "interval_of", "row_of", "targets_of", "validation_of"]

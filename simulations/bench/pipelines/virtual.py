@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpu_runtime.contracts import Emulation
+from gpu_runtime.pipeline.cut_costs import Link
 from gpu_runtime.pipeline.makespan import Affine, CutCost, busy_s, micro_batch_sizes
 from gpu_runtime.pipeline.planner import Choice
 from gpu_runtime.pipeline.simulator import SERVER, SimulatedSession, Timeline, simulate
@@ -15,21 +15,21 @@ from simulations.bench.pipelines.service import Iteration
 NUM_STEPS = 5
 
 
-def virtual_iteration(choice: Choice, batch_size: int, emulation: Emulation) -> Iteration:
-    """One iteration of a client alone on the service."""
+def virtual_iteration(choice: Choice, batch_size: int, link: Link) -> Iteration:
+    """One iteration of a client alone on the service, whose cuts were costed over `link`."""
     if choice.cut is None:
         return Iteration(seconds=choice.step_s, device_s=choice.step_s, server_s=0.0, uplink_s=0.0, downlink_s=0.0)
     seconds = seconds_per_step(simulate([_session("client", choice.cut, batch_size, choice.micro_batches)]), 0)
     busy = busy_s(choice.cut, batch_size, choice.micro_batches)
-    messages_s = choice.micro_batches * emulation.message_s
+    messages_s = choice.micro_batches * link.message_s
     return Iteration(
         seconds=seconds,
         device_s=busy.device,
         server_s=busy.server,
         uplink_s=busy.uplink,
         downlink_s=busy.downlink,
-        bytes_up=round((busy.uplink - messages_s) * (emulation.uplink_bytes_per_s or 0.0)),
-        bytes_down=round((busy.downlink - messages_s) * (emulation.downlink_bytes_per_s or 0.0)),
+        bytes_up=round((busy.uplink - messages_s) * (link.uplink_bytes_per_s or 0.0)),
+        bytes_down=round((busy.downlink - messages_s) * (link.downlink_bytes_per_s or 0.0)),
     )
 
 
