@@ -111,7 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="examples of an iteration")
     parser.add_argument("--server-cores", type=int, default=0, help="cores of the service; default: all there are")
     parser.add_argument("--clients", type=int, metavar="K", default=0, help="K devices on one service too; full: 4")
-    parser.add_argument("--accuracy", action="store_true", help="final accuracy of lossy encodings against fp32 too")
+    parser.add_argument(
+        "--accuracy",
+        action="store_true",
+        help="final accuracy of lossy encodings against fp32 too: a quarter of an hour more",
+    )
     parser.add_argument("--budget", type=float, default=0.0, metavar="SECONDS", help="instead of the size's own")
 
 
@@ -182,7 +186,8 @@ def measure(
         in_real_time = _affordable(settings, size, budget)
         rows = [bench.row(setting, real=setting.name in in_real_time, say=say, budget=budget) for setting in settings]
         clients, not_measured = bench.clients(settings, rows, budget, say)
-    lost = accuracy_rows(say) if accuracy else []
+    with narrow():
+        lost = accuracy_rows(say) if accuracy else []
     return {
         "name": "pipeline",
         "device": host.name,

@@ -291,11 +291,12 @@ def _scaled(block: BlockCost, factor: float) -> BlockCost:
 
 def _shapes(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Parameter bytes of each block, and channels of its output; 0 for outputs without."""
-    model = workload.build_model()
+    blocks = workload.build_model().blocks
+    assert isinstance(blocks, nn.Sequential)
     value, _ = workload.train_examples().batch([0])
     parameter_bytes, channels = [], []
     with torch.no_grad():
-        for block in model.blocks:
+        for block in blocks:
             value = block(value)
             channels.append(value.shape[1] if value.ndim >= 3 else 0)
             parameter_bytes.append(sum(each.numel() * each.element_size() for each in block.parameters()))

@@ -54,7 +54,7 @@ def median_of(iterations: Sequence[Iteration]) -> Iteration:
     """Each number's median."""
 
     def median(name: str) -> float:
-        return statistics.median(getattr(each, name) for each in iterations)
+        return float(statistics.median(getattr(each, name) for each in iterations))
 
     return Iteration(
         seconds=median("seconds"),
