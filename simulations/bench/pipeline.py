@@ -79,7 +79,7 @@ FULL = Size(
     amount=Amount(rounds=5, iterations=5, run_s=3.0),
     num_grid=3,
     costs_s=2.0,
-    clients=("resnet18/4g", "mobilenet-v3-large/wifi"),
+    clients=("resnet18/4g", "mobilenet-v3-large/4g"),
 )
 
 
