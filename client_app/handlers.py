@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from client_app.node import held_tasks, holdings, node_name
-from gpu_runtime.contracts import Plan, Profile, TaskPlan, from_json, to_json
+from gpu_runtime.contracts import Plan, Profile, SplitAccess, TaskPlan, from_json, to_json
 from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError, Runtime
 from gpu_runtime.settings import SettingsError, SharingSettings, parse
 from gpu_runtime.source import source_hash
@@ -48,11 +48,20 @@ def identity(message: Message, context: Context) -> Message:
 
 
 def profile(message: Message, context: Context) -> Message:
-    """The node's Profile; costs are measured unless the message says `measure = false`."""
+    """The node's Profile; costs are measured unless the message says `measure = false`.
+
+    Where it says how to reach a split service (`split`), the link to it is measured too.
+    """
     data, sharing, _ = _settings(context)
     node = holdings(message, context, data)
-    measure = bool(_config(message).get("measure", True))
-    found = _runtime(sharing).profile(node.client, held_tasks(node, context, data), measure=measure)
+    config = _config(message)
+    found = _runtime(sharing).profile(
+        node.client,
+        held_tasks(node, context, data),
+        measure=bool(config.get("measure", True)),
+        access=from_json(SplitAccess, str(config["split"])) if "split" in config else None,
+        emulation=node.emulation,
+    )
     found = replace(found, source_hash=source_hash())
     return Message(RecordDict({"profile": ConfigRecord({"json": to_json(found)})}), reply_to=message)
 

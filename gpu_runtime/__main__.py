@@ -104,7 +104,11 @@ def bench(options: argparse.Namespace) -> int:
     from gpu_runtime.device import discover
 
     size = competitive.size_of(
-        quick=options.quick, total_s=options.budget, seconds=options.seconds, pairs=options.pairs
+        quick=options.quick,
+        total_s=options.budget,
+        seconds=options.seconds,
+        pairs=options.pairs,
+        trace_overhead=options.trace_overhead,
     )
     mixes = competitive.mixes_of(options.mixes)
     device = discover(options.cores, options.device)
@@ -140,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--quick", action="store_true", help="at most 3 minutes instead of 45, with wider intervals")
     command.add_argument("--budget", type=_at_least(1, float), help="seconds for all of it")
     command.add_argument("--seconds", type=_at_least(0.05, float), help="of one baseline run of a mix")
+    command.add_argument(
+        "--trace-overhead", action="store_true", help="also what tracing costs; a full run has it anyway"
+    )
     command.add_argument("--pairs", type=_at_least(5, int), help="interleaved repeats")
     return parser
 

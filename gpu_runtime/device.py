@@ -82,7 +82,7 @@ def read_nvml(index: int = 0) -> NvmlReading:
     except Exception:  # no library, no driver, no permission: all mean "unknown"
         return NvmlReading()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle = nvml_handle(pynvml, index)
     except Exception:
         handle = None
 
@@ -104,6 +104,19 @@ def read_nvml(index: int = 0) -> NvmlReading:
     )
     read(pynvml.nvmlShutdown)
     return reading
+
+
+def nvml_handle(pynvml: Any, index: int) -> Any:
+    """NVML's handle of torch's CUDA device `index`; raises whatever NVML does.
+
+    By its UUID, because NVML counts all devices of the machine, in the order of the bus, and torch those that
+    CUDA_VISIBLE_DEVICES leaves. By index where torch or NVML do not know the UUID.
+    """
+    try:
+        uuid = torch.cuda.get_device_properties(index).uuid
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except Exception:  # no CUDA here, a part of a device (MIG), an older library
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def _cuda_device(index: int) -> Device:

@@ -131,6 +131,10 @@ class _Run:
             admission=admission,
             quantum_s=backend.quantum_s,
         )
+        self._rebalancing = threading.Lock()
+        self._rebalance_s = backend.rebalance_s
+        self._rebalanced_s, self._num_ended = start_s, 0
+        self._moves_seen: dict[str, int] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane {lane.name}", daemon=True)
             for lane in self._lanes
@@ -194,12 +198,14 @@ class _Run:
                     return
         finally:
             lane.close()
+            # What a lane had is free only now.
+            self._rebalance(at_once=True)
 
     def _serve_grant(self, lane: Lane, grant: Grant) -> None:
         started_s, done_before = time.perf_counter(), grant.work.examples_done
         error: BaseException | None = None
         try:
-            lane.run(grant.work.task, lambda: self._advance(grant), grant.width)
+            lane.run(grant.work.task, lambda: self._advance(grant, lane), grant.width)
         except BaseException as failure:  # it must reach the task's report, whatever it is
             error = failure
             grant.work.abandon()
@@ -209,9 +215,29 @@ class _Run:
             num_examples=grant.work.examples_done - done_before,
             error=error,
         )
+        self._rebalance()
 
-    def _advance(self, grant: Grant) -> None:
+    def _rebalance(self, *, at_once: bool = False) -> None:
+        """Let the backend see what is left: at once, if a task has ended, or if it has not looked for a while."""
+        period_s = self._rebalance_s
+        if period_s is None or not self._rebalancing.acquire(blocking=at_once):
+            return
+        try:
+            now_s, num_ended = time.perf_counter(), len(self._results)
+            if at_once or num_ended > self._num_ended or now_s >= self._rebalanced_s + period_s:
+                self._rebalanced_s, self._num_ended = now_s, num_ended
+                self._backend.rebalance(self._queue.remaining())
+        except Exception as error:  # the steps of this lane must go on, whatever it is
+            self._rebalance_s = None
+            self._notes.append(f"lanes stay where they are: {one_line(error)}")
+        finally:
+            self._rebalancing.release()
+
+    def _advance(self, grant: Grant, lane: Lane) -> None:
         work = grant.work
+        if lane.moves != self._moves_seen.get(work.task, 0):
+            self._moves_seen[work.task] = lane.moves
+            work.moved()
         if grant.num_steps > 0:
             work.advance(grant.num_steps, lambda: self._queue.stopping)
         if work.finished or (grant.last and work.steps_done > 0):

@@ -112,6 +112,14 @@ class GraphedStep:
             return None
         return self._again(batch)
 
+    def restart(self) -> None:
+        """Capture anew at the next step: a graph keeps the priority and the SMs of the stream it was captured on.
+
+        torch instantiates graphs with per-node priorities, and kernels stay in the green context of their capture,
+        whatever stream the graph is launched on. The old graph must have come to its end.
+        """
+        self._replay, self._static = None, None
+
     def close(self) -> None:
         """Let graph and memory go."""
         self._replay, self._static, self._own_state = None, None, None

@@ -49,6 +49,10 @@ class LossRecord:
             raise TrainingError(f"loss is not finite at {where}")
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor in (self._first, self._last, self._sum) if tensor is not None]
+
+    @property
     def numbers(self) -> tuple[float, ...]:
         """First and last loss, their sum weighted by examples, steps and examples: all there is. Waits for the device.
 

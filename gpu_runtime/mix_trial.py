@@ -6,7 +6,6 @@ capacity C: demand-seconds served per second while all tasks of the mix run.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +14,24 @@ import torch
 
 from gpu_runtime import profile_cache
 from gpu_runtime.allocator import TaskLoad
+from gpu_runtime.contest import contest
 from gpu_runtime.contracts import FAILED, HeldTask, TaskCost, TaskPlan
 from gpu_runtime.device import Device
 from gpu_runtime.executor import Executor
 from gpu_runtime.lanes import BackendError, LaneOptions, PartitionBackend
 from gpu_runtime.lanes.processes import ProcessBackend
-from gpu_runtime.profile_cache import MixKey
+from gpu_runtime.profile_cache import MixKey, MixResult
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.training import Origin, TaskTraining
 from gpu_runtime.work import Work
 from gpu_runtime.workers.remote_training import RemoteTraining
 from gpu_runtime.workload import SyntheticExamples, Workload
 
-# Interleaved runs of each backend; their median counts.
-REPEATS = 3
+# One run of a backend takes about this part of its time, on a machine that serves as much as the profile says.
+RUN_FRACTION = 1 / 8
 # The first steps of a training build the model, those of a process also load its modules.
 WARM_UP_STEPS = 2
-MIN_STEPS = 8
-# A preferred backend (an earlier one in the list) stays unless a later one is so much better.
-CLEARLY_BETTER = 1.05
+MIN_STEPS = 4
 # Longer steps: the interpreter's part in them is too small for processes to be worth their start.
 LONGEST_PROCESS_STEP_S = 0.05
 ORIGIN = Origin(client="trial", server_round=0, seed=0)
@@ -52,18 +50,6 @@ class MixTask:
         return self.cost.solo_cost_s * self.workload.batch_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixResult:
-    """Capacity of each backend that was tried, and the one to use."""
-
-    capacities: Mapping[str, float]
-    best: str
-
-    @property
-    def capacity(self) -> float:
-        return self.capacities[self.best]
-
-
 MakeBackend = Callable[[str], PartitionBackend]
 
 
@@ -72,7 +58,7 @@ class MixTrials:
 
     Args:
         make: a backend by name; may raise BackendError.
-        trial_s: seconds that the runs of one backend may take together.
+        trial_s: seconds for each backend; they are one budget, and go to those between which it is close.
         use_disk: look up and keep results in the user's cache directory.
     """
 
@@ -107,39 +93,34 @@ class MixTrials:
             candidates=tuple(candidates),
             costs=tuple(sorted(f"{task.workload.name} {task.cost}" for task in tasks)),
         )
-        capacities = profile_cache.load_mix(key) if self._use_disk else None
-        if capacities is None:
-            capacities = self._measured(tasks, candidates, device)
-            if capacities and self._use_disk:
-                profile_cache.store_mix(key, capacities)
-        if not capacities:
+        found = profile_cache.load_mix(key) if self._use_disk else None
+        if found is None:
+            found = self._measured(tasks, candidates, device)
+            if found and self._use_disk:
+                profile_cache.store_mix(key, found)
+        if not found:
             return None
-        self._known[names] = MixResult(capacities=capacities, best=best_of(capacities))
-        return self._known[names]
+        self._known[names] = found
+        return found
 
     def clear(self) -> None:
         self._known.clear()
 
     # ------------------------------------------------------------------------------------------------------ internals
 
-    def _measured(self, tasks: Sequence[MixTask], candidates: Sequence[str], device: Device) -> dict[str, float]:
-        samples: dict[str, list[float]] = {}
-        for name in candidates:
-            if self._run(name, tasks, dict.fromkeys(range(len(tasks)), WARM_UP_STEPS), device) is not None:
-                samples[name] = []
-        steps = _equal_steps(tasks, self._trial_s / REPEATS)
-        for _ in range(REPEATS):
-            for name in list(samples):
-                seconds = self._run(name, tasks, steps, device)
-                if seconds is None:
-                    del samples[name]
-                    continue
-                served = sum(
-                    task.cost.demand * task.step_s * num_steps
-                    for task, num_steps in zip(tasks, steps.values(), strict=True)
-                )
-                samples[name].append(served / seconds)
-        return {name: statistics.median(found) for name, found in samples.items()}
+    def _measured(self, tasks: Sequence[MixTask], candidates: Sequence[str], device: Device) -> MixResult | None:
+        warm_up = dict.fromkeys(range(len(tasks)), WARM_UP_STEPS)
+        able = [name for name in candidates if self._run(name, tasks, warm_up, device) is not None]
+
+        def capacity(name: str, part: float) -> float | None:
+            steps = _equal_steps(tasks, self._trial_s * RUN_FRACTION * part)
+            seconds = self._run(name, tasks, steps, device)
+            if seconds is None:
+                return None
+            return sum(task.cost.demand * task.step_s * steps[index] for index, task in enumerate(tasks)) / seconds
+
+        outcome = contest(able, capacity, budget_s=self._trial_s * len(able))
+        return None if outcome is None else MixResult(capacities=outcome.speeds, best=outcome.best)
 
     def _run(self, name: str, tasks: Sequence[MixTask], steps: Mapping[int, int], device: Device) -> float | None:
         """Seconds for so many steps of each task; None where this backend cannot do it."""
@@ -164,15 +145,6 @@ class MixTrials:
         if any(result.outcome == FAILED for result in execution.results.values()):
             return None
         return execution.seconds
-
-
-def best_of(capacities: Mapping[str, float]) -> str:
-    """The backend of the largest capacity, or an earlier one that comes near."""
-    best = ""
-    for name, capacity in capacities.items():
-        if not best or capacity > CLEARLY_BETTER * capacities[best]:
-            best = name
-    return best
 
 
 def _equal_steps(tasks: Sequence[MixTask], seconds: float) -> dict[int, int]:

@@ -52,10 +52,23 @@ class MixKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MixCapacities:
-    """As on disk: capacity by backend."""
+class MixResult:
+    """What a trial of several tasks has found: capacity by backend, in the order of preference, and the one to use."""
+
+    capacities: Mapping[str, float]
+    best: str
+
+    @property
+    def capacity(self) -> float:
+        return self.capacities[self.best]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredMix:
+    """As on disk. Files of older versions do not name the best: they are measured again."""
 
     capacities: tuple[tuple[str, float], ...]
+    best: str
 
 
 def cache_directory() -> Path:
@@ -77,15 +90,17 @@ def store(key: CostKey, cost: TaskCost) -> bool:
     return _store(f"{key.digest}.json", cost)
 
 
-def load_mix(key: MixKey) -> dict[str, float] | None:
-    """Capacity by backend, in the order of the trial; None as of `load`."""
-    found = _load(_MixCapacities, f"mix-{key.digest}.json")
-    return None if found is None else dict(found.capacities)
+def load_mix(key: MixKey) -> MixResult | None:
+    """What a trial has found; None as of `load`."""
+    found = _load(_StoredMix, f"mix-{key.digest}.json")
+    if found is None or found.best not in dict(found.capacities):
+        return None
+    return MixResult(capacities=dict(found.capacities), best=found.best)
 
 
-def store_mix(key: MixKey, capacities: Mapping[str, float]) -> bool:
+def store_mix(key: MixKey, found: MixResult) -> bool:
     """As `store`."""
-    return _store(f"mix-{key.digest}.json", _MixCapacities(capacities=tuple(capacities.items())))
+    return _store(f"mix-{key.digest}.json", _StoredMix(capacities=tuple(found.capacities.items()), best=found.best))
 
 
 def _load(kind: type[T], name: str) -> T | None:

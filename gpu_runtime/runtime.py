@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ import torch
 from gpu_runtime.allocator import TaskLoad
 from gpu_runtime.apart import apart, narrow
 from gpu_runtime.contracts import (
-    FAILED,
     MEASURED,
     TRAINED,
     Emulation,
@@ -31,33 +28,28 @@ from gpu_runtime.contracts import (
     TaskProfile,
     TaskReport,
     array_key,
-    split_key,
 )
 from gpu_runtime.device import Device, discover
 from gpu_runtime.device_memory import PeakMemory
+from gpu_runtime.device_samples import DeviceSampler
 from gpu_runtime.evaluation import FirstExamples, TaskEvaluation
 from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import AUTO, BACKENDS, BackendError, LaneOptions, PartitionBackend, choose
 from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
-from gpu_runtime.mix_trial import MixResult, MixTask, MixTrials
-from gpu_runtime.pipeline.session import Channel, LinkError
+from gpu_runtime.mix_trial import MixTask, MixTrials
+from gpu_runtime.pipeline.device_end import ChannelFactory, DeviceEnd
 from gpu_runtime.pipeline.split_training import SplitTraining
-from gpu_runtime.pipeline.stages import unsplittable
+from gpu_runtime.profile_cache import MixResult
 from gpu_runtime.profiler import Profiler, operators
-from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.settings import SharingSettings
-from gpu_runtime.training import Origin, TaskTraining
+from gpu_runtime.trainings import Training, arrays_by_task, trainings_of
 from gpu_runtime.virtual_resource import OperatorDemand
 from gpu_runtime.work import Work, one_line
 from gpu_runtime.workers.pool import WorkerPool
-from gpu_runtime.workers.remote_training import RemoteTraining
-from gpu_runtime.workload import Workload, WorkloadFactory
+from gpu_runtime.workload import WorkloadFactory
 from gpu_runtime.workload_cache import WorkloadCache
-
-ChannelFactory = Callable[[SplitAccess, Emulation | None], Channel]
-Training = TaskTraining | RemoteTraining | SplitTraining
 
 DEFAULT_SHARING = SharingSettings()
 # What a step may take to come back when the runtime is closed.
@@ -90,8 +82,24 @@ class Runtime(ABC):
     """One device at work for one or more clients."""
 
     @abstractmethod
-    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
-        """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`."""
+    def profile(
+        self,
+        client: str,
+        held: Sequence[HeldTask],
+        *,
+        measure: bool = True,
+        access: SplitAccess | None = None,
+        emulation: Emulation | None = None,
+    ) -> Profile:
+        """What `client` holds and, if `measure`, what training costs here. Faulty tasks are named in `errors`.
+
+        Args:
+            client: its name.
+            held: its tasks.
+            measure: costs too, and the link.
+            access: the split service to measure the link to; None where nothing is to be split.
+            emulation: a slower link to act out.
+        """
 
     @abstractmethod
     def train(
@@ -147,7 +155,7 @@ class EmbeddedRuntime(Runtime):
         sharing: how the device is shared. A plan's own sharing mode goes before `sharing.mode`.
         budget_s: seconds that profiling may take for each task, and trying a backend for all of them together.
         channel_factory: makes the channel to the split service of a plan, over an emulated link if there is one; by
-            default `gpu_runtime.pipeline.channel.GrpcChannel`.
+            default one over gRPC.
 
     Raises:
         FactoryError: the factory cannot be found.
@@ -162,7 +170,7 @@ class EmbeddedRuntime(Runtime):
         channel_factory: ChannelFactory | None = None,
     ) -> None:
         self._sharing = sharing
-        self._channel_factory = channel_factory or grpc_channel
+        self._device_end = DeviceEnd(channel_factory)
         self._profiler = Profiler(budget_s=budget_s)
         self._working = threading.Lock()
         self._cancel = threading.Event()
@@ -170,7 +178,6 @@ class EmbeddedRuntime(Runtime):
         self._workers = WorkerPool(factory)
         self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers), trial_s=budget_s)
         self._costs: dict[tuple[str, int], TaskCost] = {}
-        self._unsplittable: dict[str, str] = {}
         self._device: Device | None = None
 
     @property
@@ -180,7 +187,15 @@ class EmbeddedRuntime(Runtime):
             self._device = discover(self._sharing.cores)
         return self._device
 
-    def profile(self, client: str, held: Sequence[HeldTask], *, measure: bool = True) -> Profile:
+    def profile(
+        self,
+        client: str,
+        held: Sequence[HeldTask],
+        *,
+        measure: bool = True,
+        access: SplitAccess | None = None,
+        emulation: Emulation | None = None,
+    ) -> Profile:
         profiles: list[TaskProfile] = []
         errors: list[str] = []
         mix: list[MixTask] = []
@@ -204,22 +219,25 @@ class EmbeddedRuntime(Runtime):
                             num_examples=len(workload.train_examples()),
                             batch_size=workload.batch_size,
                             cost=cost,
-                            unsplittable=self._why_unsplittable(workload),
+                            unsplittable=self._device_end.why_unsplittable(workload),
                         )
                     )
                 except Exception as error:  # a user's task may raise anything; the others go on
                     errors.append(f"{each.ref}: {one_line(error)}")
             result = self._mixes.result(mix, self._candidates(), self.device)
-        return Profile(
-            client=client,
-            device=self.device.name,
-            num_cores=self.device.num_cores,
-            clock=MEASURED,
-            tasks=tuple(profiles),
-            capacity=result.capacity if result is not None else 1.0,
-            memory_bytes=self.device.memory_bytes,
-            errors=tuple(errors),
-        )
+            profile = Profile(
+                client=client,
+                device=self.device.name,
+                num_cores=self.device.num_cores,
+                clock=MEASURED,
+                tasks=tuple(profiles),
+                capacity=result.capacity if result is not None else 1.0,
+                memory_bytes=self.device.memory_bytes,
+                errors=tuple(errors),
+            )
+            if measure and access is not None:
+                profile = self._device_end.with_link(profile, access, emulation, self.device.torch_device)
+            return profile
 
     def train(
         self,
@@ -233,17 +251,32 @@ class EmbeddedRuntime(Runtime):
             _import_optimizers()
             backend, notes = self._backend(plan)
             started_at_s, origin_s = time.time(), time.perf_counter()
-            trainings, refused = self._trainings(plan, arrays, held, emulation, remote=backend.remote)
+            trainings, refused = trainings_of(
+                plan,
+                arrays,
+                held,
+                self._workloads,
+                self.device,
+                remote=backend.remote,
+                emulation=emulation,
+                channel=lambda access: self._device_end.channel(plan.client, access, emulation),
+            )
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
             peak = PeakMemory(self.device)
-            execution = Executor(backend, options).run(
-                trainings,
-                [self._load(training, plans[training.task]) for training in trainings],
-                deadline_s=plan.deadline_s,
-                cancel=self._cancel,
-                origin_s=origin_s,
-            )
+            sampler = DeviceSampler(self.device, origin_s)
+            if plan.trace:
+                sampler.start()
+            try:
+                execution = Executor(backend, options).run(
+                    trainings,
+                    [self._load(training, plans[training.task]) for training in trainings],
+                    deadline_s=plan.deadline_s,
+                    cancel=self._cancel,
+                    origin_s=origin_s,
+                )
+            finally:
+                samples = sampler.stop()
             peak_bytes = peak.read() if len(trainings) == 1 else 0
         reports = {training.task: _task_report(training, execution, peak_bytes) for training in trainings}
         trained = [training for training in trainings if reports[training.task].outcome == TRAINED]
@@ -262,6 +295,7 @@ class EmbeddedRuntime(Runtime):
                 started_at_s=started_at_s,
                 notes=(*notes, *execution.notes),
                 spans=execution.spans,
+                samples=samples,
             ),
         )
 
@@ -275,7 +309,7 @@ class EmbeddedRuntime(Runtime):
     ) -> dict[str, dict[str, float]]:
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', not {split!r}")
-        by_task = _arrays_by_task(arrays)
+        by_task = arrays_by_task(arrays)
         faults: dict[str, str] = {}
         works: list[TaskEvaluation] = []
         results: dict[str, dict[str, float]] = {}
@@ -338,7 +372,7 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._workloads.clear()
             self._costs.clear()
-            self._unsplittable.clear()
+            self._device_end.clear()
             self._mixes.clear()
             self._workers.close()
 
@@ -381,95 +415,6 @@ class EmbeddedRuntime(Runtime):
         """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
         return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
 
-    def _trainings(
-        self,
-        plan: Plan,
-        arrays: Mapping[str, np.ndarray],
-        held: Sequence[HeldTask],
-        emulation: Emulation | None,
-        *,
-        remote: bool,
-    ) -> tuple[list[Training], list[TaskReport]]:
-        """A training for each task of the plan that can start, a failed report for each that cannot."""
-        workloads: dict[str, Workload] = {}
-        held_as: dict[str, HeldTask] = {}
-        unbuilt: list[str] = []
-        for each in held:
-            try:
-                workload = self._workloads.get(each)
-                workloads[workload.name], held_as[workload.name] = workload, each
-            except Exception as error:  # a user's task may raise anything; the others go on
-                unbuilt.append(f"{each.ref}: {one_line(error)}")
-        by_task = _arrays_by_task(arrays)
-        origin = _origin(plan)
-        trainings: dict[str, Training] = {}
-        refused: list[TaskReport] = []
-        for task in plan.tasks:
-            try:
-                if task.task in trainings:
-                    raise ValueError("the plan names this task twice")
-                if task.task not in workloads:
-                    holds = ", ".join(workloads) or "none"
-                    raise ValueError("; ".join([f"this client does not hold the task (it holds: {holds})", *unbuilt]))
-                if task.task not in by_task:
-                    raise ValueError("the message has no arrays for this task")
-                workload = workloads[task.task]
-                if task.split_point is not None:
-                    trainings[task.task] = self._split(plan, task, workload, by_task[task.task], emulation)
-                elif remote:
-                    trainings[task.task] = RemoteTraining(
-                        held=held_as[task.task],
-                        workload=workload,
-                        plan=task,
-                        arrays=by_task[task.task],
-                        origin=origin,
-                        device=self.device.torch_device,
-                    )
-                else:
-                    trainings[task.task] = TaskTraining(
-                        workload=workload,
-                        plan=task,
-                        arrays=by_task[task.task],
-                        origin=origin,
-                        device=self.device.torch_device,
-                    )
-            except Exception as error:  # a user's task may raise anything; the others go on
-                refused.append(_refused(task, error))
-        return list(trainings.values()), refused
-
-    def _split(
-        self,
-        plan: Plan,
-        task: TaskPlan,
-        workload: Workload,
-        arrays: Mapping[str, np.ndarray],
-        emulation: Emulation | None,
-    ) -> SplitTraining:
-        """The training of a task that is split."""
-        access = plan.split
-        if access is None:
-            raise ValueError(f"the plan splits the model at block {task.split_point} and names no split service")
-        return SplitTraining(
-            workload=workload,
-            plan=task,
-            arrays=arrays,
-            origin=_origin(plan),
-            device=self.device.torch_device,
-            access=access,
-            channel=functools.partial(self._channel_factory, access, emulation),
-            attempt=plan.attempt,
-            emulation=emulation or Emulation(),
-            noise_seed=plan.seed if plan.deterministic else None,
-        )
-
-    def _why_unsplittable(self, workload: Workload) -> str:
-        """Of the workload's model, kept: models are not built for this twice."""
-        if workload.name not in self._unsplittable:
-            with seeded_draws(0, torch.device("cpu")):
-                model = workload.build_model()
-            self._unsplittable[workload.name] = unsplittable(model.train())
-        return self._unsplittable[workload.name]
-
     def _load(self, work: Work, plan: TaskPlan | None = None) -> TaskLoad:
         """What is known of the cost of some work; unprofiled tasks count as equal per example, until they run."""
         cost = self._costs.get((work.task, work.batch_size))
@@ -492,32 +437,6 @@ def _import_optimizers() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
-def grpc_channel(access: SplitAccess, emulation: Emulation | None) -> Channel:
-    """A channel to the split service that `access` names. Imported when needed: whole models train without gRPC.
-
-    Raises:
-        LinkError: this machine has no gRPC.
-    """
-    try:
-        module = importlib.import_module("gpu_runtime.pipeline.channel")
-    except ImportError as error:
-        raise LinkError(f"the split service at {access.address} cannot be reached without gRPC: {error}") from None
-    link = module.EmulatedLink(emulation) if emulation else None
-    return cast(Channel, module.GrpcChannel(access.address, access.token, certificate=access.certificate, link=link))
-
-
-def _origin(plan: Plan) -> Origin:
-    return Origin(client=plan.client, server_round=plan.server_round, seed=plan.seed)
-
-
-def _arrays_by_task(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    by_task: dict[str, dict[str, np.ndarray]] = {}
-    for key, array in arrays.items():
-        task, parameter = split_key(key)
-        by_task.setdefault(task, {})[parameter] = array
-    return by_task
-
-
 def _task_report(training: Training, execution: Execution, peak_memory_bytes: int) -> TaskReport:
     result = execution.results[training.task]
     trained = result.outcome == TRAINED
@@ -537,8 +456,3 @@ def _task_report(training: Training, execution: Execution, peak_memory_bytes: in
         peak_memory_bytes=peak_memory_bytes,
         split=training.report if isinstance(training, SplitTraining) else None,
     )
-
-
-def _refused(task: TaskPlan, error: Exception) -> TaskReport:
-    text = str(error) if type(error) is ValueError else one_line(error)
-    return TaskReport(task=task.task, num_examples=0, num_steps=0, seconds=0.0, outcome=FAILED, error=text)

@@ -7,7 +7,7 @@ several of them for one green context. Used by lanes/green.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gpu_runtime.allocator import packed, whole_shares
@@ -74,3 +74,36 @@ def disjoint(shares: Mapping[str, float], work_s: Mapping[str, float], device: S
         partitions.append(Partition(tasks=tuple(group), asked_sms=asked, units=tuple(range(start, start + count))))
         start += count
     return partitions
+
+
+def grown(own: Collection[int], count: int, num_users: Mapping[int, int]) -> tuple[int, ...]:
+    """`own` units and as many others as make `count`: those that the fewest others use.
+
+    Args:
+        own: units of a task now.
+        count: units that it should have.
+        num_users: for each unit of the device, how many tasks use it.
+    """
+    others = sorted(num_users.keys() - set(own), key=lambda unit: (num_users[unit], unit))
+    return (*own, *others[: max(0, count - len(own))])
+
+
+def dealt(
+    num_free: int, num_units: Mapping[str, int], left_s: Mapping[str, float], most: Mapping[str, int]
+) -> dict[str, int]:
+    """How many more units each part should get, so that the longest is shortened most.
+
+    Args:
+        num_free: units that nobody uses.
+        num_units: units of each part now.
+        left_s: seconds that each part has still to go with its units; taken to fall as units are added.
+        most: units that a part may have; what no part may have stays free.
+    """
+    extra = dict.fromkeys(num_units, 0)
+    for _ in range(num_free):
+        growing = [part for part in num_units if num_units[part] + extra[part] < most[part]]
+        if not growing:
+            break
+        longest = max(growing, key=lambda part: left_s[part] * num_units[part] / (num_units[part] + extra[part]))
+        extra[longest] += 1
+    return extra

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpu_runtime.allocator import TaskLoad, equal_finish, whole_shares
-from gpu_runtime.lanes.base import Lane
+from gpu_runtime.lanes.base import Lane, Remaining
 from gpu_runtime.memory import Admission, MemoryNeedError
 from gpu_runtime.work import Work
 
@@ -187,6 +187,19 @@ class StepQueue:
         """Tasks that a lane is working on."""
         with self._changed:
             return frozenset(task for task, entry in self._entries.items() if entry.running_width and not entry.ended)
+
+    def remaining(self) -> list[Remaining]:
+        """What the tasks that have not ended still have to do."""
+        with self._changed:
+            return [
+                Remaining(
+                    load=replace(entry.load, num_examples=max(1, entry.work.num_examples - entry.work.examples_done)),
+                    left_s=entry.left_s,
+                    can_move=entry.work.can_move,
+                )
+                for entry in self._entries.values()
+                if not entry.ended
+            ]
 
     @property
     def stopping(self) -> bool:

@@ -72,6 +72,8 @@ class TaskTraining(Work):
         TrainingError: no examples held, a plan that cannot be followed, or an unknown precision.
     """
 
+    can_move = True
+
     def __init__(
         self,
         *,
@@ -150,6 +152,21 @@ class TaskTraining(Work):
 
     def shrink(self, fraction: float, need: str) -> bool:
         return self._micro_batches.shrink(fraction, need)
+
+    def moved(self) -> None:
+        """Go on on the current stream: with a graph captured there, and with memory that is not freed under its feet.
+
+        The caching allocator gives memory back to the stream it was allocated on as soon as the last tensor is gone,
+        unless it knows that another stream uses it too.
+        """
+        if self._graph is not None:
+            self._graph.restart()
+        if self._device.type == "cuda" and self._model is not None and self._optimizer is not None:
+            stream = torch.cuda.current_stream(self._device)
+            state = [value for values in self._optimizer.state.values() for value in values.values()]
+            for tensor in (*self._model.state_dict().values(), *state, *self._anchor, *self._losses.tensors):
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
 
     def step(self) -> None:
         """Advance by one optimiser step.

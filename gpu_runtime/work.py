@@ -25,6 +25,7 @@ class Work(ABC):
         lane: the only lane that can take its next steps; None for any.
         own_lane: whether its steps mostly wait, for a network say: it then gets a lane of its own in this process,
             beside those of the backend, and no core is kept for it.
+        can_move: whether its lane may go to another stream of the device between two steps.
     """
 
     task: str
@@ -34,6 +35,7 @@ class Work(ABC):
     steps_done: int = 0
     lane: str | None = None
     own_lane: bool = False
+    can_move: bool = False
 
     @property
     def finished(self) -> bool:
@@ -58,6 +60,12 @@ class Work(ABC):
             self.step()
             if self.finished or stopping():
                 break
+
+    def moved(self) -> None:  # noqa: B027 - most work does not care
+        """Called on the lane's new stream before the next step, if the lane has gone elsewhere since the last one.
+
+        All that was started on the old stream has ended by then.
+        """
 
     @abstractmethod
     def step(self) -> None:

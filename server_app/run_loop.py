@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from gpu_runtime.contracts import ContractError, Profile, Report, from_json, one_line
+from gpu_runtime.contracts import ContractError, Profile, Report, SplitAccess, from_json, one_line, to_json
 from gpu_runtime.source import source_hash
 from server_app.checkpoint import save_weights
 from server_app.evaluation import BestWeights, Evaluator
@@ -38,7 +38,8 @@ def run(
     evaluator.load()
     nodes = wait_for_nodes(grid, settings.run.min_clients, settings.run.join_timeout_s)
     history.event("joined", clients=len(nodes))
-    profiles, left_out = query_profiles(grid, nodes, settings.run.profile_timeout_s, history)
+    access = strategy.split_access
+    profiles, left_out = query_profiles(grid, nodes, settings.run.profile_timeout_s, history, access)
     history.event("profiled", clients=sorted(profile.client for profile in profiles.values()))
     try:
         strategy.prepare(profiles)
@@ -54,9 +55,11 @@ def run(
 
 
 def query_profiles(
-    grid: Grid, nodes: Iterable[int], timeout_s: float, history: RunHistory
+    grid: Grid, nodes: Iterable[int], timeout_s: float, history: RunHistory, access: SplitAccess | None = None
 ) -> tuple[dict[int, Profile], list[str]]:
-    """Ask all nodes for their profile. Those without a usable one are left out.
+    """Ask all nodes for their profile, and to measure their link to the split service where there is one (`access`).
+
+    Those without a usable one are left out.
 
     Returns:
         Profiles by node id, and a line on each node left out, which the history has too.
@@ -64,8 +67,11 @@ def query_profiles(
     Raises:
         NoClientsError: not one usable profile.
     """
-    content = {"config": ConfigRecord({"measure": True})}
-    messages = [Message(RecordDict(dict(content)), node, "query.profile") for node in nodes]
+    split = {"split": to_json(access)} if access is not None else {}
+    messages = [
+        Message(RecordDict({"config": ConfigRecord({"measure": True, **split})}), node, "query.profile")
+        for node in nodes
+    ]
     answers = exchange(grid, messages, timeout_s)
     found: dict[int, Profile] = {}
     left_out: list[str] = []

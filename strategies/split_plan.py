@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flwr.app import Array
 
 from gpu_runtime.contracts import TRAINED, EncodingCost, Report, SplitAccess, TaskCost, one_line, split_key
 from gpu_runtime.pipeline.cut_costs import SplitOptions, SplitTask
-from gpu_runtime.pipeline.halves import device_keys
+from gpu_runtime.pipeline.halves import block_of, device_keys
 from gpu_runtime.pipeline.joint import Request, choose_jointly
 from gpu_runtime.pipeline.planner import Choice, choose
 from strategies.load_assignment import Assignment, LoadAssigner, LoadProblem, TaskLoad
@@ -78,6 +77,7 @@ class SplitPlanner:
     def __init__(self, service: SplitService, settings: SplitSettings) -> None:
         self.service, self.settings = service, settings
         self._pauses: dict[str, _Pause] = {}
+        self._parameter_bytes: dict[str, tuple[int, ...]] = {}
         self._options = SplitOptions(
             encodings=settings.encodings,
             min_depth=settings.point or settings.min_depth,
@@ -110,6 +110,7 @@ class SplitPlanner:
             The fastest way of each client's tasks, each as if alone on the service, without those that train whole;
             and in a line each what cannot be split, and why. Nothing is split where the service cannot be had.
         """
+        self._parameter_bytes = {task: self._bytes_of_blocks(task, arrays) for task in tasks}
         choices, notes = self._choose(book, clients, tasks, sizes, server_round)
         split = {task for mine in choices.values() for task in mine}
         if not split:
@@ -257,9 +258,20 @@ class SplitPlanner:
             target_bytes=cost.target_bytes or served.target_bytes,
             update_s=cost.update_s,
             server_update_s=served.update_s,
+            parameter_bytes=self._parameter_bytes.get(task, ()),
             device_encodings=encodings,
             server_encodings=self.service.encodings,
         )
+
+    def _bytes_of_blocks(self, task: str, arrays: Mapping[str, Array]) -> tuple[int, ...]:
+        """Bytes of the parameters of each block of a task's model."""
+        blocks = dict.fromkeys(self.service.block_names.get(task, ()), 0)
+        for key, array in arrays.items():
+            name, parameter = split_key(key)
+            block = block_of(parameter)
+            if name == task and block in blocks:
+                blocks[block] += len(array.data)
+        return tuple(blocks.values())
 
     def _split_load(self, load: TaskLoad, choice: Choice) -> TaskLoad:
         """A task's load with the pipeline's makespan as cost, and its part of that as demand of the device."""
@@ -274,14 +286,3 @@ class SplitPlanner:
             downlink_s=choice.downlink_step_s * per_step,
             server_s=choice.server_step_s * per_step * demand,
         )
-
-
-def split_fields(choice: Choice | None) -> dict[str, Any]:
-    """What a choice says in a TaskPlan."""
-    if choice is None:
-        return {}
-    return {
-        "split_point": choice.split_point,
-        "micro_batches": choice.micro_batches,
-        "encoding": choice.encoding,
-    }

@@ -18,6 +18,7 @@ import torch
 
 from gpu_runtime.apart import narrow
 from gpu_runtime.bench.budget import Budget
+from gpu_runtime.bench.fused import VmapFused
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix
 from gpu_runtime.bench.ours import Ours
 from gpu_runtime.bench.paired import MIN_PAIRS
@@ -26,6 +27,7 @@ from gpu_runtime.bench.processes import ProcessPerTask
 from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS, headline_of, row_of, targets_of
 from gpu_runtime.bench.rounds import OVERHEAD_S, Gate, Rounds
 from gpu_runtime.bench.scratch import scratch_folder
+from gpu_runtime.bench.trace_overhead import trace_overhead
 from gpu_runtime.bench.variants import Sequential, Threads, Variant, one_each, packed_on
 from gpu_runtime.device import CPU, CUDA, Device, read_nvml
 from gpu_runtime.lanes import BACKENDS, choose
@@ -44,6 +46,7 @@ class Size:
         every_variant: other mixes get every variant too, not only those the targets need.
         num_predictions, prediction_repeats: random mixes whose makespan is predicted, and runs of each.
         profile_s: seconds that the runtime may take to profile a task.
+        trace_pairs: runs with and without a trace, of the featured mixes, or of all where none is featured.
     """
 
     total_s: float
@@ -54,22 +57,30 @@ class Size:
     num_predictions: int = 10
     prediction_repeats: int = 1
     profile_s: float = 0.5
+    trace_pairs: int = 0
 
 
 QUICK = Size(total_s=155.0, featured_s=0.65, other_s=0.35, every_variant=False)
-FULL = Size(total_s=2500.0, featured_s=3.0, other_s=3.0, pairs=9, prediction_repeats=3, profile_s=1.5)
+FULL = Size(total_s=2500.0, featured_s=3.0, other_s=3.0, pairs=9, prediction_repeats=3, profile_s=1.5, trace_pairs=9)
 
 
 def size_of(
-    *, quick: bool, total_s: float | None = None, seconds: float | None = None, pairs: int | None = None
+    *,
+    quick: bool,
+    total_s: float | None = None,
+    seconds: float | None = None,
+    pairs: int | None = None,
+    trace_overhead: bool = False,
 ) -> Size:
-    """The quick or the full size, with what is given instead."""
+    """The quick or the full size, with what is given instead; with `trace_overhead` that is measured in any case."""
     size = QUICK if quick else FULL
     if total_s is not None:
         size = replace(size, total_s=total_s)
     if seconds is not None:
         size = replace(size, featured_s=seconds, other_s=seconds)
-    return size if pairs is None else replace(size, pairs=pairs)
+    if pairs is not None:
+        size = replace(size, pairs=pairs)
+    return replace(size, trace_pairs=size.pairs) if trace_overhead else size
 
 
 def mixes_of(text: str) -> tuple[str, ...]:
@@ -120,6 +131,8 @@ def run(
         for variant in variants.values():
             stack.callback(variant.close)
         reserve_s = size.num_predictions * (size.other_s * 1.5 * size.prediction_repeats + size.profile_s / 2)
+        traced = _traced(mixes) if size.trace_pairs else ()
+        reserve_s += len(traced) * 2.2 * size.trace_pairs * _seconds(MIXES[traced[0]], size) if traced else 0.0
         weights = {mix: _weight(MIXES[mix], size) for mix in mixes}
         for position, mix in enumerate(mixes):
             if budget.left_s < 2 * weights[mix]:
@@ -128,9 +141,10 @@ def run(
             left = sum(weights[each] for each in mixes[position:])
             time = Budget(max(0.0, budget.left_s - reserve_s)).part(weights[mix], left)
             chosen = _chosen(MIXES[mix], variants, device, size)
-            work = calibration.work(MIXES[mix], size.featured_s if MIXES[mix].featured else size.other_s)
+            work = calibration.work(MIXES[mix], _seconds(MIXES[mix], size))
+            unsuitable = {name: reason for name in chosen if (reason := variants[name].unsuitable(work))}
             rounds = Rounds(
-                [variants[name] for name in chosen],
+                [variants[name] for name in chosen if name not in unsuitable],
                 essential=_essential(device),
                 gate=gate,
                 draw=draw,
@@ -140,7 +154,7 @@ def run(
             if not {BASELINE, OURS} <= measured.samples.keys():
                 not_measured[mix] = "; ".join(measured.not_available.values())
                 continue
-            measured.not_available.update(missing)
+            measured.not_available.update(missing | unsuitable)
             measured.not_available.update(
                 {name: "left out of a quick run of this mix" for name in variants if name not in chosen}
             )
@@ -160,6 +174,14 @@ def run(
             max_foreign_cores=gate.max_foreign_cores,
             say=say,
         )
+        overhead = trace_overhead(
+            ours,
+            {mix: calibration.work(MIXES[mix], _seconds(MIXES[mix], size)) for mix in traced},
+            pairs=size.trace_pairs,
+            seconds=max((_seconds(MIXES[mix], size) for mix in traced), default=0.0),
+            budget=budget,
+            say=say,
+        )
     return {
         "name": "competitive",
         "device": device.name,
@@ -175,8 +197,8 @@ def run(
         },
         "rows": rows,
         "not_measured": not_measured,
-        "headline": headline_of(rows, predicted),
-        "targets": targets_of(rows, predicted),
+        "headline": headline_of(rows, predicted, overhead),
+        "targets": targets_of(rows, predicted, overhead),
         "predictions": predicted,
     }
 
@@ -194,8 +216,8 @@ def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[st
             Threads("thread-per-task", device, groups=one_each, width=1),
             Threads("static-packing", device, groups=packed_on(cores), width=1, pinned=True),
             Threads("oversubscribed", device, groups=one_each, width=cores, patience=2.0),
+            VmapFused(device),
         ]
-        missing: dict[str, str] = {}
     else:
         found = [
             Sequential(BASELINE, device, 1),
@@ -203,8 +225,9 @@ def variants_on(device: Device, size: Size) -> tuple[dict[str, Variant], dict[st
             Ours("sequential-runtime", device, mode="sequential", profile_s=size.profile_s),
             ProcessPerTask("time-slicing", device),
             Threads("streams-uncapped", device, groups=one_each, width=1),
+            VmapFused(device),
         ]
-        missing = {"vmap-fused": "not implemented: needs tasks of one architecture and one loss"}
+    missing: dict[str, str] = {}
     automatic = choose("auto", "competitive", device).name
     for name, backend in BACKENDS.items():
         if name in (automatic, "sequential"):
@@ -243,10 +266,20 @@ def _chosen(mix: Mix, variants: dict[str, Variant], device: Device, size: Size) 
     return [name for name in variants if size.every_variant or mix.featured or name in essential]
 
 
+def _seconds(mix: Mix, size: Size) -> float:
+    """About how long one baseline run of the mix takes."""
+    return size.featured_s if mix.featured else size.other_s
+
+
+def _traced(mixes: Sequence[str]) -> tuple[str, ...]:
+    """Mixes whose trace overhead is measured."""
+    return tuple(mix for mix in mixes if MIXES[mix].featured) or tuple(mixes)
+
+
 def _weight(mix: Mix, size: Size) -> float:
     """About how long a round of the mix takes: variants in units of the baseline, and what surrounds each run."""
     if mix.featured or size.every_variant:
-        return 7.5 * (size.featured_s if mix.featured else size.other_s) + 7 * OVERHEAD_S
+        return 7.5 * _seconds(mix, size) + 7 * OVERHEAD_S
     return 3.2 * size.other_s + 3 * OVERHEAD_S
 
 

@@ -65,7 +65,7 @@ class Ours(Variant):
         ]
         return predicted_makespan(loads, self._capacity)
 
-    def run(self, work: Work, deadline_s: float) -> Run:
+    def run(self, work: Work, deadline_s: float, *, trace: bool = False) -> Run:
         plan = Plan(
             client=ORIGIN.client,
             server_round=ORIGIN.server_round,
@@ -73,6 +73,7 @@ class Ours(Variant):
             tasks=tuple(TaskPlan(task=task, num_examples=share.num_examples) for task, share in work.items()),
             sharing_mode=self._mode,
             deadline_s=deadline_s,
+            trace=trace,
         )
         arrays = {array_key(task, name): array for task, share in work.items() for name, array in share.arrays.items()}
         report = apart(lambda: self._runtime.train(plan, arrays, _held(list(work)))).report

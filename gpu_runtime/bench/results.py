@@ -18,6 +18,7 @@ MAX_TO_FLOOR = {CONVOLUTIONAL: 1.08, SMALL_STEPS: 1.15}
 MAX_TO_BASELINE = 1.02
 MIN_SPEEDUP = {"imbalanced": 1.15, "balanced": 1.3, "small": 1.7}
 MAX_FINISH_SPREAD = 0.05
+MAX_TRACE_OVERHEAD = 1.02
 MAX_PREDICTION_ERROR, MIN_GOOD_PREDICTIONS = 0.15, 0.9
 
 
@@ -58,7 +59,14 @@ def row_of(mix: str, kind: Mix, work: Work, measured: Measured, cores: int, *, h
     }
 
 
-def headline_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+NOT_TRACED: Mapping[str, Mapping[str, Any]] = {}
+
+
+def headline_of(
+    rows: Sequence[Mapping[str, Any]],
+    predictions: Sequence[Mapping[str, Any]],
+    trace_overhead: Mapping[str, Mapping[str, Any]] = NOT_TRACED,
+) -> dict[str, Any]:
     """The numbers that the targets are about; maps are keyed by mix, intervals stand beside them."""
 
     def inverse(ratio: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +81,21 @@ def headline_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping
         "finish_spread": {mix: ratio["median"] for mix, ratio in spread.items()},
         "best_other_variant": {row["mix"]: _best_other(row) for row in rows},
         "makespan_prediction_error": [each["error"] for each in predictions],
-        "intervals": {"ratio_to_floor": to_floor, "speedup": speedup, "finish_spread": spread},
+        "trace_overhead": {mix: ratio["median"] for mix, ratio in trace_overhead.items()},
+        "intervals": {
+            "ratio_to_floor": to_floor,
+            "speedup": speedup,
+            "finish_spread": spread,
+            "trace_overhead": dict(trace_overhead),
+        },
     }
 
 
-def targets_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def targets_of(
+    rows: Sequence[Mapping[str, Any]],
+    predictions: Sequence[Mapping[str, Any]],
+    trace_overhead: Mapping[str, Mapping[str, Any]] = NOT_TRACED,
+) -> list[dict[str, Any]]:
     """Each target of each mix, "met" or "missed" if the measurement can tell (`state_of`).
 
     `disturbed`: others used the machine during most runs of ours or of what it is compared with; that tells nothing.
@@ -111,6 +129,18 @@ def targets_of(rows: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[
                 "state": "unclear" if disturbed else state,
                 "disturbed": disturbed,
                 "median": good,
+            }
+        )
+    for mix, ratio in trace_overhead.items():
+        state = state_of(MAX_TRACE_OVERHEAD, ratio, trusted=ratio["num_pairs"] >= MIN_PAIRS)
+        found.append(
+            {
+                "mix": mix,
+                "what": "trace_overhead",
+                "limit": MAX_TRACE_OVERHEAD,
+                "state": state,
+                "disturbed": False,
+                **ratio,
             }
         )
     return found

@@ -67,6 +67,10 @@ class Variant(ABC):
     name: str
     patience: float = 4.0
 
+    def unsuitable(self, work: Work) -> str:
+        """Why this variant does not apply to `work`; empty where it does."""
+        return ""
+
     def prepare(self, work: Work) -> None:  # noqa: B027 - most variants need nothing
         """Called once before the first run of a mix, outside all measured time."""
 

@@ -35,6 +35,19 @@ class LaneOptions:
 DEFAULT_OPTIONS = LaneOptions()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Remaining:
+    """What a task that has not ended still has to do.
+
+    `load` has the examples that are left; `left_s` is the seconds they take, as seen so far. Only if `can_move` may its
+    steps go on elsewhere on the device.
+    """
+
+    load: TaskLoad
+    left_s: float
+    can_move: bool = True
+
+
 class Lane(ABC):
     """One place where steps run, served by one thread.
 
@@ -43,9 +56,11 @@ class Lane(ABC):
         tasks: the only tasks that may run here; None for any.
         width: threads that every step here takes; None leaves the width of each step to the executor.
         lost: why the lane can serve no longer; empty while it can. Looked at after each `run`.
+        moves: how often the lane has gone elsewhere on the device, between two steps. Work is told (`Work.moved`).
     """
 
     lost: str = ""
+    moves: int = 0
 
     def __init__(self, name: str, *, tasks: frozenset[str] | None, width: int | None, options: LaneOptions) -> None:
         self.name, self.tasks, self.width = name, tasks, width
@@ -100,6 +115,7 @@ class PartitionBackend(ABC):
         bounds: what a share bounds here, for people: "compute", "nothing", ...
         remote: its lanes train in other processes, and run only `RemoteTraining` there.
         quantum_s: shorter steps are granted several at a time, about so many seconds of them.
+        rebalance_s: `rebalance` is called about so often; None for never.
     """
 
     name: str
@@ -107,6 +123,7 @@ class PartitionBackend(ABC):
     bounds: str = "nothing"
     quantum_s: float = 0.005
     remote: bool = False
+    rebalance_s: float | None = None
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -135,6 +152,15 @@ class PartitionBackend(ABC):
 
         Raises:
             BackendError: it cannot be had.
+        """
+
+    def rebalance(self, left: Sequence[Remaining]) -> None:  # noqa: B027 - most backends bind nothing to a task
+        """Called in some lane's thread when a task has ended, when a lane has closed, and every `rebalance_s`.
+
+        Never by two threads at once. It must not wait: lanes go elsewhere by themselves, before their next step.
+
+        Args:
+            left: the tasks that go on.
         """
 
     def notes(self, options: LaneOptions) -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 Lanes work as those of streams.py do; only where their stream comes from differs. A green context is never made current
 to any thread: its stream was made in it, and that is what decides where kernels run. Which SMs a lane gets is
 sm_partitions.py's to say; the driver is reached through cuda_driver.py.
+
+A context's SMs are fixed when it is made. When a task has ended, a lane that should have more goes to a new context
+between two steps, as lanes of streams.py go to another stream. The old context stays until all lanes have closed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,17 +23,17 @@ from gpu_runtime import cuda_driver
 from gpu_runtime.allocator import TaskLoad, equal_finish
 from gpu_runtime.cuda_driver import CudaDriver, CudaDriverError, SmResource
 from gpu_runtime.device import Device
-from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions
-from gpu_runtime.lanes.streams import CudaBackend, StreamLane, priorities_by_length
-from gpu_runtime.sm_partitions import Partition, SmUnits, disjoint, overlapping
+from gpu_runtime.lanes.base import BackendError, Lane, LaneOptions, Remaining
+from gpu_runtime.lanes.streams import WORTH_MOVING_S, CudaBackend, StreamLane, priorities_by_length
+from gpu_runtime.sm_partitions import Partition, SmUnits, dealt, disjoint, grown, overlapping
 
 
 class GreenLane(StreamLane):
-    """A lane on a green context of its own, made in `open`.
+    """A lane on a green context of its own, made in `open`, and on others as it grows.
 
     Attributes:
-        got_sms: SMs that the context really has; 0 before `open`.
-        faults: what went wrong when the stream and the context were destroyed.
+        got_sms: SMs that each of its contexts really had, the last one now in use; empty before `open`.
+        faults: what went wrong when contexts and streams were destroyed, and why the lane could not grow.
     """
 
     def __init__(
@@ -47,12 +50,11 @@ class GreenLane(StreamLane):
     ) -> None:
         super().__init__(name, device, tasks=tasks, priority=priority, options=options, cuda=cuda)
         self._parts, self._driver = tuple(parts), driver
-        self._context: int | None = None
-        self._handle: int | None = None
+        self._next_parts: tuple[SmResource, ...] = ()
+        self._made: list[tuple[Callable[[int], None], int]] = []
         self._lock = threading.Lock()
         self._serving = self._disposed = False
-        self.got_sms = 0
-        self.faults: list[str] = []
+        self.got_sms: list[int] = []
 
     @property
     def serving(self) -> bool:
@@ -88,20 +90,37 @@ class GreenLane(StreamLane):
             if not self._serving:
                 self._destroy()
 
+    def grow(self, parts: Sequence[SmResource]) -> None:
+        """Have the next step on these SMs. Called by any thread."""
+        with self._lock:
+            self._next_parts = tuple(parts)
+
+    @property
+    def _must_move(self) -> bool:
+        return bool(self._next_parts)
+
+    def _move(self) -> None:
+        with self._lock:
+            self._parts, self._next_parts = self._next_parts, ()
+        super()._move()
+
     def _new_stream(self) -> Any:
         # The first call of torch's runtime binds the device's own context to this thread, which no driver call does.
         self._cuda.default_stream(self._device).query()
-        self._context = self._driver.create_context(self._device.index, self._parts)
-        self.got_sms = self._driver.context_sms(self._context)
-        self._handle = self._driver.create_stream(self._context, self._priority)
-        return self._cuda.ExternalStream(self._handle, device=self._device)
+        context = self._driver.create_context(self._device.index, self._parts)
+        self._made.append((self._driver.destroy_context, context))
+        got_sms = self._driver.context_sms(context)
+        handle = self._driver.create_stream(context, self._priority)
+        self._made.append((self._driver.destroy_stream, handle))
+        stream = self._cuda.ExternalStream(handle, device=self._device)
+        self.got_sms.append(got_sms)
+        return stream
 
     def _destroy(self) -> None:
-        handle, context, self._handle, self._context = self._handle, self._context, None, None
-        for destroy, resource in ((self._driver.destroy_stream, handle), (self._driver.destroy_context, context)):
+        while self._made:
+            destroy, resource = self._made.pop()
             try:
-                if resource is not None:
-                    destroy(resource)
+                destroy(resource)
             except CudaDriverError as error:
                 self.faults.append(f"{self.name}: {error}")
 
@@ -109,9 +128,10 @@ class GreenLane(StreamLane):
 class GreenBackend(CudaBackend):
     """Lanes on parts of the SMs.
 
-    exclusive: disjoint parts in proportion to the shares, together all that the driver's rounding leaves; nothing
-    moves when a task ends. competitive: each task gets the SMs of its share; where shares add up to more than 1 the
-    parts overlap, and the hardware's block scheduler arbitrates there.
+    exclusive: disjoint parts in proportion to the shares, together all that the driver's rounding leaves. competitive:
+    each task gets the SMs of its share; where shares add up to more than 1 the parts overlap, and the hardware's block
+    scheduler arbitrates there. When tasks end the others grow, and never shrink: in exclusive mode by units of lanes
+    that have closed, those with most to do first; in competitive mode to what their shares are now.
 
     Args:
         device: a CUDA device.
@@ -124,11 +144,14 @@ class GreenBackend(CudaBackend):
 
     name = "green"
     bounds = "compute: SMs; not memory bandwidth, L2 cache and copy engines"
+    rebalance_s = 1.0
 
     def __init__(self, device: Device, *, driver: CudaDriver | None = None, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
         self._given_driver, self._cuda = driver, cuda
         self._lanes: dict[str, tuple[GreenLane, Partition]] = {}
+        self._exclusive = False
+        self._units: dict[str, tuple[int, ...]] = {}
         self._below_minimum: dict[str, float] = {}
 
     @classmethod
@@ -154,13 +177,14 @@ class GreenBackend(CudaBackend):
         self._below_minimum = {
             task: share for task, share in equal_finish(loads).shares.items() if share < self.minimum_share
         }
-        if options.mode == "exclusive":
+        self._exclusive = options.mode == "exclusive"
+        if self._exclusive:
             partitions = disjoint(shares, {load.task: load.demand * load.solo_s for load in loads}, units)
             urgency = dict.fromkeys(shares, 0)
         else:
             partitions = overlapping(shares, units)
             urgency = priorities_by_length({load.task: load.solo_s for load in loads})
-        self._lanes = {}
+        self._lanes, self._units = {}, {}
         for partition in partitions:
             name = f"sms-{'+'.join(partition.tasks)}"
             lane = GreenLane(
@@ -174,7 +198,29 @@ class GreenBackend(CudaBackend):
                 cuda=self._cuda,
             )
             self._lanes[name] = lane, partition
+            self._units[name] = tuple(range(units.num_units)) if partition.units is None else partition.units
         return tuple(lane for lane, _ in self._lanes.values())
+
+    def rebalance(self, left: Sequence[Remaining]) -> None:
+        """Let lanes have SMs that ended tasks have left."""
+        units, whole, cut = self._cut
+        going = {each.load.task for each in left}
+        active = {name for name, (lane, _) in self._lanes.items() if lane.tasks and lane.tasks & going}
+        by_lane = {
+            name: [each for each in left if each.load.task in (self._lanes[name][0].tasks or ())] for name in active
+        }
+        may_grow = {
+            name: sum(each.left_s for each in by_lane[name])
+            for name in sorted(active)
+            if all(each.can_move for each in by_lane[name]) and self._lanes[name][0].serving
+        }
+        may_grow = {name: left_s for name, left_s in may_grow.items() if left_s >= WORTH_MOVING_S}
+        for name, wanted in self._wanted_units(left, by_lane, may_grow).items():
+            if len(wanted) > len(self._units[name]):
+                self._units[name] = wanted
+                # Alone, a lane gets also what is in no unit.
+                everything = len(wanted) == units.num_units and (not self._exclusive or len(active) == 1)
+                self._lanes[name][0].grow([whole] if everything else [cut[unit] for unit in wanted])
 
     def restore(self) -> None:
         lanes = [lane for lane, _ in self._lanes.values()]
@@ -191,7 +237,8 @@ class GreenBackend(CudaBackend):
             return ()
         units, _, _ = self._cut
         got = [
-            f"{'+'.join(partition.tasks)} asked {partition.asked_sms}, got {lane.got_sms or partition.got_sms(units)}"
+            f"{'+'.join(partition.tasks)} asked {partition.asked_sms}, "
+            f"got {', then '.join(map(str, lane.got_sms)) or partition.got_sms(units)}"
             for lane, partition in self._lanes.values()
         ]
         notes = [f"green: SMs of {units.num_sms} in units of {units.unit_sms}: {'; '.join(got)}"]
@@ -204,6 +251,36 @@ class GreenBackend(CudaBackend):
         return tuple(notes)
 
     # ------------------------------------------------------------------------------------------------------ internals
+
+    def _wanted_units(
+        self, left: Sequence[Remaining], by_lane: Mapping[str, Sequence[Remaining]], may_grow: Mapping[str, float]
+    ) -> dict[str, tuple[int, ...]]:
+        """Units that lanes should have, for those that may grow."""
+        units, _, _ = self._cut
+        # A lane that still serves may still compute, even if its task has ended.
+        in_use = [name for name, (lane, _) in self._lanes.items() if name in by_lane or lane.serving]
+        num_users = {unit: sum(unit in self._units[name] for name in in_use) for unit in range(units.num_units)}
+        if self._exclusive:
+            free = [unit for unit, count in num_users.items() if count == 0]
+            if not may_grow:
+                return {}
+            num_units = {name: len(self._units[name]) for name in may_grow}
+            cap = {
+                name: int(sum(each.load.maximum_share for each in by_lane[name]) * units.num_units) for name in may_grow
+            }
+            extra = dealt(len(free), num_units, may_grow, cap)
+            found = {}
+            for name, count in extra.items():
+                found[name], free = (*self._units[name], *free[:count]), free[count:]
+            return found
+        shares = equal_finish([each.load for each in left], minimum_share=self.minimum_share).shares
+        counts = {partition.tasks[0]: partition.units for partition in overlapping(shares, units)}
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name in may_grow:
+            (task,) = self._lanes[name][1].tasks
+            run = counts[task]
+            wanted[name] = grown(self._units[name], units.num_units if run is None else len(run), num_users)
+        return wanted
 
     @cached_property
     def _driver(self) -> CudaDriver:

@@ -5,20 +5,17 @@ A thread connects and reads; one of gRPC's pulls what is to be sent. Both, and t
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-
-from gpu_runtime.contracts import one_line
 from gpu_runtime.pipeline import split_pb2 as pb
-from gpu_runtime.pipeline.frames import Assembler, Frame, Malformed
+from gpu_runtime.pipeline.connection import Connection
+from gpu_runtime.pipeline.frames import Frame
+from gpu_runtime.pipeline.ledger import Ledger, Sending
 from gpu_runtime.pipeline.link import EmulatedLink
 from gpu_runtime.pipeline.messages import (
     activation_frames,
@@ -36,22 +33,15 @@ from gpu_runtime.pipeline.session import (
     LinkError,
     LinkStatistics,
     ProtocolError,
-    RefusedError,
     SessionEnd,
     SessionSpec,
     SplitError,
 )
-from gpu_runtime.pipeline.wire import connect, train_call
+from gpu_runtime.work import one_line as error_line
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GOODBYE_S = 0.5
-# Answers of gRPC itself that trying again does not change.
-_REFUSALS = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "the split service is full",
-    grpc.StatusCode.UNIMPLEMENTED: "no split service answers there",
-    grpc.StatusCode.UNAUTHENTICATED: "the split service does not let us in",
-    grpc.StatusCode.PERMISSION_DENIED: "the split service does not let us in",
-}
+_LONGEST_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +51,6 @@ class Deadlines:
     connect_s: float = 15.0
     message_s: float = 60.0
     resume_s: float = 30.0
-
-
-@dataclass(slots=True)
-class _Queued:
-    """A micro-batch from `send` until its gradient is there."""
-
-    place: tuple[int, int]
-    frames: list[Frame]
-    num_bytes: int
-    queued_s: float
-    due_s: float
-
-
-class _Stream:
-    """One attempt at a connection."""
-
-    def __init__(self, now_s: float) -> None:
-        self.began_s = now_s
-        self.alive_s = now_s
-        self.assembler = Assembler("gradient")
-        self.call: Any = None
-        self.welcomed = False
-        self.dead = False
-        self.cut = ""
-        self.finish_sent = False
 
 
 class GrpcChannel(Channel):
@@ -122,13 +87,11 @@ class GrpcChannel(Channel):
         self._nonce = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._spec: SessionSpec | None = None
-        self._stream: _Stream | None = None
+        self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
-        self._queued: deque[_Queued] = deque()
-        self._num_gradients = 0
-        self._num_sent = 0
+        self._ledger = Ledger()
         self._received: deque[tuple[float, Gradient]] = deque()
-        self._pings: deque[tuple[float, Frame]] = deque()
+        self._pings: deque[Sending] = deque()
         self._pongs: dict[int, float] = {}
         self._num_pings = 0
         self._welcomed_once = False
@@ -166,38 +129,32 @@ class GrpcChannel(Channel):
         frames = activation_frames(activation)
         num_bytes = sum(frame.num_bytes for frame in frames)
         with self._changed:
-            spec = self._open_spec()
-            bound = self._queue_bound or spec.micro_batches
-            self._wait(lambda: self._num_gradients + len(self._queued) - self._num_sent < bound)
+            bound = self._queue_bound or self._open_spec().micro_batches
+            self._wait(lambda: self._ledger.num_unsent < bound)
             now_s = time.monotonic()
             due_s = self._link.up(num_bytes) if self._link else now_s
-            if not self._queued and self._stream is not None:
-                self._stream.alive_s = max(now_s, self._stream.alive_s)
-            place = (activation.step, activation.index)
-            self._queued.append(_Queued(place, frames, num_bytes, now_s, due_s))
+            if not self._ledger.num_under_way and self._connection is not None:
+                self._connection.alive(now_s)
+            self._ledger.add(Sending((activation.step, activation.index), frames, num_bytes, now_s, due_s))
             self._changed.notify_all()
 
     def receive(self) -> Gradient:
         with self._changed:
             self._open_spec()
-            if not self._received and not self._queued:
+            if not self._received and not self._ledger.num_under_way:
                 raise ProtocolError("no micro-batch is under way")
             self._wait(lambda: bool(self._received))
-            due_s, gradient = self._received[0]
-            while (left_s := due_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-                self._check()
-            self._received.popleft()
-            return gradient
+            self._wait_until(self._received[0][0])
+            return self._received.popleft()[1]
 
     def finish(self, end: SessionEnd) -> None:
         with self._changed:
             self._open_spec()
-            if self._queued or self._received:
+            if self._ledger.num_under_way or self._received:
                 raise ProtocolError("the session ends in the middle of a step")
             self._finishing = end
-            if self._stream is not None:
-                self._stream.alive_s = time.monotonic()
+            if self._connection is not None:
+                self._connection.alive(time.monotonic())
             self._changed.notify_all()
             self._wait(lambda: self._done)
 
@@ -228,24 +185,23 @@ class GrpcChannel(Channel):
             )
 
     def _ping(self, bytes_up: int, bytes_down: int) -> float | None:
-        """Seconds of a ping there and back; None when its stream broke."""
+        """Seconds of a ping there and back; None when its connection broke."""
         with self._changed:
-            stream = self._stream
+            connection = self._connection
             self._num_pings += 1
             number = self._num_pings
-            padding = (bytes(bytes_up),) if bytes_up else ()
-            frame = Frame(pb.ClientFrame(ping=pb.Ping(number=number, reply_bytes=bytes_down)), padding)
+            ping = pb.ClientFrame(ping=pb.Ping(number=number, reply_bytes=bytes_down))
+            frame = Frame(ping, (bytes(bytes_up),) if bytes_up else ())
             queued_s = time.monotonic()
-            self._pings.append((self._link.up(frame.num_bytes) if self._link else queued_s, frame))
+            due_s = self._link.up(frame.num_bytes) if self._link else queued_s
+            self._pings.append(Sending((-1, number), (frame,), frame.num_bytes, queued_s, due_s))
             self._changed.notify_all()
-            self._wait(lambda: number in self._pongs or self._stream is not stream)
+            self._wait(lambda: number in self._pongs or self._connection is not connection)
             self._pings.clear()
             arrived_s = self._pongs.pop(number, None)
             if arrived_s is None:
                 return None
-            while (left_s := arrived_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-                self._check()
+            self._wait_until(arrived_s)
             return arrived_s - queued_s
 
     # ------------------------------------------------------------------------------------- waiting, under the condition
@@ -264,25 +220,31 @@ class GrpcChannel(Channel):
         """Until `ready`, watching the deadlines: no wait is without end."""
         self._check()
         while not ready():
-            self._changed.wait(min(5.0, max(0.0, self._watch(time.monotonic()))))
+            self._changed.wait(min(_LONGEST_WAIT_S, max(0.0, self._watch(time.monotonic()))))
+            self._check()
+
+    def _wait_until(self, at_s: float) -> None:
+        """Until an emulated link has delivered."""
+        while (left_s := at_s - time.monotonic()) > 0:
+            self._changed.wait(left_s)
             self._check()
 
     def _watch(self, now_s: float) -> float:
         """Act on deadlines that have passed; seconds until the next one."""
-        limits, stream = self._deadlines, self._stream
+        limits, connection = self._deadlines, self._connection
         if self._broken_since_s is not None:
             patience_s = limits.resume_s if self._welcomed_once else limits.connect_s
             left_s = self._broken_since_s + patience_s - now_s
             if left_s <= 0:
                 self._fail(LinkError(f"{self._address} cannot be reached within {patience_s:g} s: {self._last_fault}"))
                 self._cut("out of time")
-            elif stream is not None and now_s - stream.began_s > limits.connect_s:
+            elif connection is not None and now_s - connection.began_s > limits.connect_s:
                 self._cut(f"no welcome within {limits.connect_s:g} s")
             return left_s
-        if stream is None:
+        if connection is None or connection.dead:
             return 0.1
-        left_s = stream.alive_s + limits.message_s - now_s
-        if left_s <= 0 and not stream.cut:
+        left_s = connection.alive_s + limits.message_s - now_s
+        if left_s <= 0:
             self._num_silences += 1
             fault = f"{self._address} has not answered for {limits.message_s:g} s"
             if self._num_silences > 1:
@@ -295,13 +257,9 @@ class GrpcChannel(Channel):
         self._changed.notify_all()
 
     def _cut(self, why: str) -> None:
-        stream = self._stream
-        if stream is not None and not stream.dead:
-            stream.cut = stream.cut or why
-            stream.dead = True
-            if stream.call is not None:
-                stream.call.cancel()
-            self._changed.notify_all()
+        if self._connection is not None:
+            self._connection.cut(why)
+        self._changed.notify_all()
 
     # ------------------------------------------------------------------------------- the thread that connects and reads
 
@@ -311,102 +269,80 @@ class GrpcChannel(Channel):
             with self._changed:
                 if self._failure is not None or self._done:
                     return
-                stream = self._stream = _Stream(time.monotonic())
-            channel = None
+                connection = self._connection = Connection(time.monotonic())
+            failure: SplitError | None = None
+            fault = "the connection was closed"
             try:
-                channel = connect(self._address, self._certificate)
-                stream.call = train_call(channel)(self._outgoing(stream))
-                for frame in stream.call:
-                    self._incoming(stream, frame)
-                fault = "the connection was closed"
-            except grpc.RpcError as error:
-                fault = self._fault_of(error, stream)
+                outgoing = self._outgoing(connection)
+                for frame in connection.frames(self._address, self._certificate, outgoing):
+                    self._incoming(connection, frame)
+            except LinkError as error:
+                fault = str(error)
             except SplitError as error:
-                with self._changed:
-                    self._fail(error)
-                fault = str(error)
+                failure = error
             except Exception as error:
-                with self._changed:
-                    self._fail(LinkError(one_line(error)))
-                fault = str(error)
-            finally:
-                with self._changed:
-                    stream.dead = True
-                    self._changed.notify_all()
-                if channel is not None:
-                    channel.close()
+                failure = LinkError(error_line(error))
             with self._changed:
-                if self._failure is not None or self._done:
-                    return
-                self._last_fault = stream.cut or fault
-                now_s = time.monotonic()
-                if self._broken_since_s is None:
-                    self._broken_since_s = now_s
+                connection.dead = True
+                if failure is not None:
+                    self._fail(failure)
+                self._changed.notify_all()
+                if connection.welcomed:
                     pause_s = _FIRST_PAUSE_S
-                self._uplink.interrupt()
-                self._downlink.interrupt()
-                self._watch(now_s)
-                # Others notify of what does not concern this pause: only an end of the channel does.
-                until_s = now_s + pause_s
-                while self._failure is None and (left_s := until_s - time.monotonic()) > 0:
-                    self._changed.wait(left_s)
-                self._watch(time.monotonic())
+                self._pause(fault, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _fault_of(self, error: Any, stream: _Stream) -> str:
-        """What broke the stream. Refusals of gRPC itself end the session."""
-        code, details = error.code(), one_line(error.details() or "")
-        if code in _REFUSALS and not stream.cut:
-            with self._changed:
-                self._fail(RefusedError(f"{_REFUSALS[code]}: {details}"))
-        return f"{code.name}: {details}"
-
-    def _incoming(self, stream: _Stream, frame: Frame | Malformed) -> None:
-        if isinstance(frame, Malformed):
-            raise ProtocolError(frame.text)
+    def _pause(self, fault: str, pause_s: float) -> None:
+        """Between two connections, under the condition; out of time is out of time here too."""
+        if self._failure is not None or self._done:
+            return
+        self._last_fault = fault
         now_s = time.monotonic()
-        kind = frame.message.WhichOneof("kind")
+        if self._broken_since_s is None:
+            self._broken_since_s = now_s
+        self._uplink.interrupt()
+        self._downlink.interrupt()
+        self._watch(now_s)
+        # Others notify of what does not concern this pause: only an end of the channel does.
+        until_s = now_s + pause_s
+        while self._failure is None and (left_s := until_s - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+        self._watch(time.monotonic())
+
+    def _incoming(self, connection: Connection, frame: Frame) -> None:
+        now_s = time.monotonic()
+        message, kind = frame.message, frame.message.WhichOneof("kind")
+        num_bytes = frame.num_bytes
         with self._changed:
-            stream.alive_s = max(stream.alive_s, now_s)
-            num_bytes = frame.num_bytes
+            connection.alive(now_s)
             self._bytes_down += num_bytes
             if kind == "failure":
-                raise read_failure(frame.message.failure)
+                raise read_failure(message.failure)
+            if connection.welcomed == (kind == "welcome"):
+                raise ProtocolError("the service must say Welcome first, and once")
             if kind == "welcome":
-                self._welcome(stream, frame.message.welcome.num_micro_batches)
-            elif not stream.welcomed:
-                raise ProtocolError("the service's first frame must be a Welcome")
+                self._ledger.resume(message.welcome.num_micro_batches)
+                connection.welcomed = True
+                self._num_reconnects += self._welcomed_once
+                self._welcomed_once = True
+                self._broken_since_s = None
             elif kind == "piece":
-                self._piece(stream, frame, now_s)
+                self._piece(connection, frame, now_s)
             elif kind == "pong":
-                self._pongs[frame.message.pong.number] = self._link.down(num_bytes) if self._link else now_s
+                self._pongs[message.pong.number] = self._link.down(num_bytes) if self._link else now_s
             elif kind == "done":
-                theirs = read_end(frame.message.done)
+                theirs = read_end(message.done)
                 if theirs != self._finishing:
                     raise ProtocolError(f"the device has trained {self._finishing}, the service {theirs}")
                 self._done = True
             self._changed.notify_all()
 
-    def _welcome(self, stream: _Stream, num_micro_batches: int) -> None:
-        if stream.welcomed or not 0 <= num_micro_batches - self._num_gradients <= len(self._queued):
-            raise ProtocolError(f"the service says that it has {num_micro_batches} micro-batches")
-        stream.welcomed = True
-        self._num_sent = num_micro_batches
-        self._num_reconnects += self._welcomed_once
-        self._welcomed_once = True
-        self._broken_since_s = None
-
-    def _piece(self, stream: _Stream, frame: Frame, now_s: float) -> None:
-        message = stream.assembler.add(frame.message.piece, frame.payload)
+    def _piece(self, connection: Connection, frame: Frame, now_s: float) -> None:
+        message = connection.assembler.add(frame.message.piece, frame.payload)
         if message is None:
             return
-        if not self._queued or self._queued[0].place != (message.step, message.index):
-            raise ProtocolError(f"the gradient of micro-batch {message.index} of step {message.step} was not due")
-        if self._num_gradients >= self._num_sent:
-            raise ProtocolError("a gradient of a micro-batch that was not sent")
         gradient = read_gradient(message)
-        sent = self._queued.popleft()
-        self._num_gradients += 1
+        sent = self._ledger.settle((gradient.step, gradient.index))
         self._num_silences = 0
         num_bytes = len(message.payload)
         due_s = self._link.down(num_bytes) if self._link else now_s
@@ -419,71 +355,54 @@ class GrpcChannel(Channel):
 
     # -------------------------------------------------------------------------------------------- gRPC's sending thread
 
-    def _outgoing(self, stream: _Stream) -> Iterator[Frame]:
-        """What goes out over `stream`. An emulated link's delay is waited for here."""
+    def _outgoing(self, connection: Connection) -> Iterator[Frame]:
+        """What goes out over a connection. The delay of an emulated link is waited for here."""
         assert self._spec is not None
         hello = pb.Hello(
             token=self._token,
             nonce=self._nonce,
             spec=spec_message(self._spec),
-            num_gradients=self._num_gradients,
+            num_gradients=self._ledger.num_gradients,
             resumes=self._welcomed_once,
         )
         yield Frame(pb.ClientFrame(hello=hello))
         while True:
             with self._changed:
-                frames = self._next(stream)
-            if frames is None:
-                return
+                frames = self._next(connection)
             for frame in frames:
                 with self._changed:
-                    stream.alive_s = max(stream.alive_s, time.monotonic())
+                    connection.alive(time.monotonic())
                     self._bytes_up += frame.num_bytes
                 yield frame
-                if stream.dead:
+                if connection.dead:
                     return
+            if not frames:
+                return
 
-    def _next(self, stream: _Stream) -> list[Frame] | None:
-        """The next message once it is due; None at the end of the stream."""
-        while not stream.dead:
+    def _next(self, connection: Connection) -> Sequence[Frame]:
+        """The next message once it is due; nothing at the end of the connection."""
+        while not connection.dead:
             if self._closed and not self._done:
                 self._done = True
-                return [Frame(pb.ClientFrame(abandon=pb.Abandon()))]
+                return (Frame(pb.ClientFrame(abandon=pb.Abandon())),)
             if self._failure is not None or self._done:
-                return None
-            due_s, take = self._ready(stream)
-            if take is None:
-                self._changed.wait()
-                continue
-            left_s = due_s - time.monotonic()
-            if left_s <= 0:
-                return take()
-            stream.alive_s = max(stream.alive_s, due_s)
-            self._changed.wait(left_s)
-        return None
-
-    def _ready(self, stream: _Stream) -> tuple[float, Callable[[], list[Frame]] | None]:
-        """When the next message is due, and what takes it; no such thing while there is nothing to send."""
-        if not stream.welcomed:
-            return math.inf, None
-        if self._pings:
-            return self._pings[0][0], lambda: [self._pings.popleft()[1]]
-        position = self._num_sent - self._num_gradients
-        if position < len(self._queued):
-            queued = self._queued[position]
-
-            def take() -> list[Frame]:
-                self._num_sent += 1
-                self._changed.notify_all()
-                return queued.frames
-
-            return queued.due_s, take
-        if self._finishing is not None and not stream.finish_sent:
-
-            def finish() -> list[Frame]:
-                stream.finish_sent = True
-                assert self._finishing is not None
-                return [Frame(pb.ClientFrame(finish=end_message(self._finishing)))]
-
-            return 0.0, finish
-        return math.inf, None
+                break
+            ping = self._pings[0] if self._pings else None
+            sending = (ping or self._ledger.next_unsent) if connection.welcomed else None
+            if sending is not None:
+                left_s = sending.due_s - time.monotonic()
+                if left_s > 0:
+                    connection.alive(sending.due_s)
+                    self._changed.wait(left_s)
+                    continue
+                if ping is not None:
+                    self._pings.popleft()
+                else:
+                    self._ledger.num_sent += 1
+                    self._changed.notify_all()
+                return sending.frames
+            if connection.welcomed and self._finishing is not None and not connection.finish_sent:
+                connection.finish_sent = True
+                return (Frame(pb.ClientFrame(finish=end_message(self._finishing))),)
+            self._changed.wait()
+        return ()

@@ -13,7 +13,8 @@ from gpu_runtime.pipeline.makespan import RESOURCES, Busy, not_negative
 
 SERVER = "server"
 # Simulated rounds over this estimate, 500 random ones at all loads: with a task a client 0.93..1.14 (nine of ten within
-# 2 %), with two or three 0.82..1.40 (nine of ten within 13 %: like tasks of a device get in each other's way).
+# 2 %), with two or three 0.82..1.40 (nine of ten within 13 %: like tasks of a device get in each other's way). Clients
+# whose steps are of very different length, on a full server that serves in order of arrival: up to 1.46.
 EXPONENT = 4.0
 
 

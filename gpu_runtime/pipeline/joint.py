@@ -42,8 +42,8 @@ class JointChoice:
     """`choices` in the order of the requests, and the seconds `round_s` that no client's round exceeds.
 
     `round_s` counts the work of shared resources but not the waiting for one another; `contention.estimate_s` of
-    `round_works` does. `binding` is the resource with the most to do: "server", or "<client>/device", "/uplink", "/downlink", or
-    "/latency" where that client mostly waits for messages on their way.
+    `round_works` does. `binding` is the resource with the most to do: "server", or "<client>/device", "/uplink" or
+    "/downlink", or "/latency" where that client mostly waits for messages on their way.
     """
 
     choices: tuple[Choice, ...]

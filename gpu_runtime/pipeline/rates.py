@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_BYTES = 4096
-_FORGET = 0.9
+_FORGET = 0.8
 _MIN_PAIRS = 3
 _NUM_SMALL_PINGS = 3
 _FIRST_PING_BYTES, _LAST_PING_BYTES = 16 << 10, 1 << 20

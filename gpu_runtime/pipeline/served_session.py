@@ -80,6 +80,8 @@ class _Arrived:
 class ServedSession:
     """One session of a `StageHost`.
 
+    `quiet_since_s` is when it last trained or lost its connection; `over` is set when its stage is gone.
+
     Args:
         spec: what the device wants.
         nonce: what tells this session from others with its key.
@@ -149,7 +151,7 @@ class ServedSession:
         """
         with self._changed:
             first = self._num_trained - len(self._kept)
-            if not first <= num_gradients <= self._num_trained:
+            if self._failure is None and not first <= num_gradients <= self._num_trained:
                 raise ProtocolError(
                     f"the device has {num_gradients} gradients; the service holds {first} to {self._num_trained}"
                 )
@@ -261,7 +263,9 @@ class ServedSession:
                 if stage is not None and self._end is None:
                     stage.abandon()
             finally:
-                self.quiet_since_s = time.monotonic()
+                with self._changed:
+                    self._kept.clear()
+                    self.quiet_since_s = time.monotonic()
                 self.over.set()
 
     def _next(self) -> _Arrived | None:
@@ -283,6 +287,7 @@ class ServedSession:
         with self._changed:
             self._kept.append(frames)
             self._num_trained += 1
+            self.quiet_since_s = time.monotonic()
             if self._stream is not None and self._failure is None:
                 self._send(self._stream, frames)
 

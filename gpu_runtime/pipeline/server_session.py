@@ -117,7 +117,7 @@ class ServerSession(StageSession):
 
     def train(self, activation: Activation) -> Gradient:
         try:
-            done = self._device.run(self, lambda: self._train(activation))
+            done = self._device.run(self, lambda: self._train(activation), progress=self._progress)
         except SplitError:
             self.abandon()
             raise
@@ -128,7 +128,7 @@ class ServerSession(StageSession):
         loss, tensors, last = done.result
         server_s, self._update_s = done.seconds + self._update_s, 0.0  # with the step that came before
         if last:
-            self._device.post(self, self._update)
+            self._device.post(self, self._update, progress=self._progress)
         return Gradient(step=activation.step, index=activation.index, loss=loss, server_s=server_s, tensors=tensors)
 
     def finish(self, end: SessionEnd) -> SessionEnd:
@@ -161,6 +161,10 @@ class ServerSession(StageSession):
         self._device.post(self, self._release)
         self._device.leave(self)
         self._ended()
+
+    @property
+    def _progress(self) -> float:
+        return self._position.examples / self._spec.num_examples
 
     # --------------------------------------------------------------------------------- internals, all in the lane
 

@@ -12,6 +12,7 @@ import numpy as np
 from gpu_runtime.contracts import ENCODINGS
 from gpu_runtime.pipeline.encoding import RAW
 from gpu_runtime.pipeline.halves import ServerHalf
+from gpu_runtime.pipeline.probe import PROBE_TASK, ProbeSession
 from gpu_runtime.pipeline.server_session import ServerSession
 from gpu_runtime.pipeline.session import RefusedError, SessionKey, SessionSpec, SplitError, StageHost, StageSession
 from gpu_runtime.pipeline.stage_device import StageDevice
@@ -86,6 +87,8 @@ class ServerStages(StageHost):
 
     def open(self, spec: SessionSpec) -> StageSession:
         key = spec.key
+        if key.task == PROBE_TASK:
+            return ProbeSession()
         with self._lock:
             opened = self._round_of(key)
             before = opened.sessions.pop(key, None)

@@ -114,6 +114,7 @@ class SplitServer:
         except RuntimeError as error:
             self._pool.shutdown()
             raise OSError(f"the split service cannot listen on {address}: {error}") from None
+        self.port = port
         self.address = f"{where}:{port}"
         self._janitor = threading.Thread(target=self._clean_up, name="split-janitor", daemon=True)
         self._server.start()
@@ -271,18 +272,21 @@ class SplitServer:
             now_s = time.monotonic()
             with self._lock:
                 sessions, streams = list(self._sessions.items()), list(self._streams)
-            for key, session in sessions:
-                if session.connected or now_s - session.quiet_since_s < settings.resume_s:
+            for key, each in sessions:
+                if each.connected or now_s - each.quiet_since_s < settings.resume_s:
                     continue
-                if not session.over.is_set():
-                    session.fail(LinkError(f"the device has been away for {settings.resume_s:g} s"))
+                if not each.over.is_set():
+                    each.fail(LinkError(f"the device has been away for {settings.resume_s:g} s"))
                     continue
                 with self._lock:
-                    if self._sessions.get(key) is session:
+                    if self._sessions.get(key) is each:
                         del self._sessions[key]
             for stream in streams:
-                silent_s = now_s - stream.heard_s
+                silent_s, session = now_s - stream.heard_s, stream.session
                 if stream.assembler.started and silent_s > settings.message_s:
                     self._fail(stream, LinkError(f"half a message, and nothing for {silent_s:.1f} s"))
-                elif stream.session is not None and stream.session.waiting and silent_s > settings.idle_s:
+                if session is None or not session.waiting:
+                    continue
+                silent_s = min(silent_s, now_s - session.quiet_since_s)
+                if silent_s > settings.idle_s:
                     self._fail(stream, LinkError(f"the device has been silent for {silent_s:.1f} s"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from gpu_runtime.pipeline.makespan import Affine, CutCost, not_negative
 
 SERVER = "server"
+ARRIVAL, PROGRESS = "arrival", "progress"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,10 @@ class Timeline:
 
 
 def simulate(
-    sessions: Sequence[SimulatedSession], *, changes: Mapping[str, Sequence[RateChange]] | None = None
+    sessions: Sequence[SimulatedSession],
+    *,
+    changes: Mapping[str, Sequence[RateChange]] | None = None,
+    server_order: str = ARRIVAL,
 ) -> Timeline:
     """Run all sessions to their ends.
 
@@ -96,18 +100,22 @@ def simulate(
         sessions: who trains what.
         changes: of the rates of a client's links, by client, in order of time. What a message occupies whatever its
             size does not change.
+        server_order: what the server does next: "arrival", or "progress" for the session with the least of its round
+            done, which keeps those with short steps from being served first all the time.
 
     Raises:
-        ValueError: changes that are not in order of time, or of a client that no session has.
+        ValueError: an unknown order, changes that are not in order of time, or of a client that no session has.
     """
     changes = changes or {}
+    if server_order not in (ARRIVAL, PROGRESS):
+        raise ValueError(f"server_order must be {ARRIVAL!r} or {PROGRESS!r}, not {server_order!r}")
     for client, some in changes.items():
         if client not in {session.client for session in sessions}:
             raise ValueError(f"changes of {client!r}, which has no session")
         if any(later.at_s < sooner.at_s for sooner, later in itertools.pairwise(some)):
             raise ValueError(f"changes of {client!r} are not in order of time")
     clock = _Clock()
-    server = _Resource(SERVER, clock)
+    server = _Resource(SERVER, clock, by_progress=server_order == PROGRESS)
     clients: dict[str, _Client] = {}
     runs = []
     for session in sessions:
@@ -141,7 +149,7 @@ class _Clock:
             event()
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Job:
     """What a resource does in one go. `done` is called `hold_s` before the resource is free again."""
 
@@ -157,10 +165,12 @@ class _Job:
 
 
 class _Resource:
-    """Does one job at a time, first come first served. `factors` are (from when, speed of what depends on the size)."""
+    """Does one job at a time. `factors` are (from when, speed of what depends on the size)."""
 
-    def __init__(self, name: str, clock: _Clock, factors: Sequence[tuple[float, float]] = ()) -> None:
-        self._name, self._clock = name, clock
+    def __init__(
+        self, name: str, clock: _Clock, factors: Sequence[tuple[float, float]] = (), *, by_progress: bool = False
+    ) -> None:
+        self._name, self._clock, self._by_progress = name, clock, by_progress
         self._factors = [(0.0, 1.0), *factors]
         self._waiting: deque[_Job] = deque()
         self._busy = False
@@ -172,7 +182,8 @@ class _Resource:
             self._start()
 
     def _start(self) -> None:
-        job = self._waiting.popleft()
+        job = min(self._waiting, key=lambda job: job.run.progress) if self._by_progress else self._waiting[0]
+        self._waiting.remove(job)
         self._busy, job.start_s = True, self._clock.now_s
         self._clock.at(self._end_s(job), lambda: self._finish(job))
 
@@ -236,8 +247,14 @@ class _Run:
     def __init__(self, session: SimulatedSession, client: _Client, server: _Resource, clock: _Clock) -> None:
         self.session = session
         self._client, self._server, self._clock, self._cut = client, server, clock, session.cut
-        self._step = 0
+        self._step = self._num_served = 0
+        self._num_micro_batches = sum(len(sizes) for sizes in session.steps)
         self.step_ends_s: list[float] = []
+
+    @property
+    def progress(self) -> float:
+        """Part of the round's micro-batches that the server has done."""
+        return self._num_served / self._num_micro_batches
 
     def begin_step(self) -> None:
         if self._step < len(self.session.steps):
@@ -278,6 +295,7 @@ class _Run:
         self._submit(self._server, "serve", index, self._cut.server, self._download, hold_s)
 
     def _download(self, index: int) -> None:
+        self._num_served += 1
         self._submit(self._client.downlink, "down", index, self._cut.downlink, self._travel_down)
 
     def _travel_down(self, index: int) -> None:

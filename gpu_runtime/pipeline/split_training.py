@@ -15,7 +15,7 @@ from gpu_runtime.micro_batches import cut
 from gpu_runtime.pipeline.crossing import flatten
 from gpu_runtime.pipeline.device_clock import DeviceClock
 from gpu_runtime.pipeline.encoding import EncodingError, decode, encode
-from gpu_runtime.pipeline.micro_batch_sizes import micro_batch_sizes
+from gpu_runtime.pipeline.makespan import micro_batch_sizes
 from gpu_runtime.pipeline.privacy import PrivacyLayer
 from gpu_runtime.pipeline.session import (
     Activation,

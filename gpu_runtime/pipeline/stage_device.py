@@ -1,4 +1,4 @@
-"""One device for many split sessions: their work in the lanes of a backend, the least served session first."""
+"""One device for many split sessions: their work in the lanes of a backend, the session furthest behind first."""
 
 from __future__ import annotations
 
@@ -30,11 +30,20 @@ class Done(Generic[T]):
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    """Some work, what it is to become, and how far its session had come before it (0..1)."""
+
+    work: Callable[[], Any]
+    future: Future[Any]
+    progress: float
+
+
 @dataclass(kw_only=True, eq=False)
 class _Member:
     """One session: its work in order, the lane it must stay in (CUDA), seconds served."""
 
-    jobs: deque[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=deque)
+    jobs: deque[_Job] = field(default_factory=deque)
     home: int | None = None
     served_s: float = 0.0
     running: bool = False
@@ -45,7 +54,8 @@ class StageDevice:
 
     On the CPU there is a lane for each core. A lone session gets all cores, always in the first lane: a thread that has
     once computed on all cores keeps its OpenMP team (`gpu_runtime.apart`), so there is one such thread and no more.
-    With several sessions every lane computes on one core and takes work of the session least served so far. On CUDA a
+    With several sessions every lane computes on one core and takes work of the session that is furthest behind, as part
+    of its own round: so they finish together. Of those equally far, the least served goes first. On CUDA a
     session stays in one of a few streams, so that its tensors never pass between streams.
 
     Lanes start with the first work and end with `close`. A lane sets the number of threads with which later threads of
@@ -89,8 +99,8 @@ class StageDevice:
         """A session ends once what it has posted is done; harmless if it has ended."""
         self.post(key, lambda: None, last=True)
 
-    def post(self, key: object, work: Callable[[], T], *, last: bool = False) -> Future[Done[T]]:
-        """Queue `work` of session `key`; the future holds what became of it.
+    def post(self, key: object, work: Callable[[], T], *, progress: float = 0.0, last: bool = False) -> Future[Done[T]]:
+        """Queue `work` of a session `key` that has come to `progress` (0..1); the future holds what became of it.
 
         A session that is not there, or a device that is closed, gives a future that holds a SplitError.
         """
@@ -100,19 +110,19 @@ class StageDevice:
             if member is None or self._closed:
                 future.set_exception(SplitError(self._closed or "the session has ended"))
                 return future
-            member.jobs.append((work, future))
+            member.jobs.append(_Job(work=work, future=future, progress=progress))
             if last:
                 future.add_done_callback(lambda _: self._forget(key))
             self._changed.notify_all()
         return future
 
-    def run(self, key: object, work: Callable[[], T]) -> Done[T]:
+    def run(self, key: object, work: Callable[[], T], *, progress: float = 0.0) -> Done[T]:
         """What `work` of session `key` returns or raises, once its turn has come and gone.
 
         Raises:
             SplitError: the session has ended, or the device is closed.
         """
-        return self.post(key, work).result()
+        return self.post(key, work, progress=progress).result()
 
     def close(self) -> None:
         """Wait for what runs, drop what waits, end the lanes."""
@@ -180,10 +190,10 @@ class StageDevice:
                 ]
                 fits = self._sticky or sum(self._widths) + width <= self._cores
                 if ready and fits and (index == 0 or width == 1):
-                    member = min(ready, key=lambda each: each.served_s)
-                    work, future = member.jobs.popleft()
+                    member = min(ready, key=lambda each: (each.jobs[0].progress, each.served_s))
+                    job = member.jobs.popleft()
                     member.running, self._widths[index] = True, width
-                    return member, work, future, width
+                    return member, job.work, job.future, width
                 self._changed.wait()
             return None
 
@@ -191,13 +201,13 @@ class StageDevice:
         with self._changed:
             member = self._members.pop(key, None)
             self._changed.notify_all()
-        for _, future in member.jobs if member is not None else ():
-            future.set_exception(SplitError("the session has ended"))
+        for job in member.jobs if member is not None else ():
+            job.future.set_exception(SplitError("the session has ended"))
 
     def _shut(self, reason: str) -> None:
         with self._changed:
             self._closed = self._closed or reason
-            dropped = [future for member in self._members.values() for _, future in member.jobs]
+            dropped = [job.future for member in self._members.values() for job in member.jobs]
             self._members.clear()
             self._changed.notify_all()
         for future in dropped:

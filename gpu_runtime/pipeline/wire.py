@@ -24,6 +24,8 @@ COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # HTTP/2's own frames: their default of 16 KiB costs an eighth more CPU time.
+    ("grpc.http2.max_frame_size", 1 << 20),
 ]
 CLIENT_OPTIONS = [
     *COMMON_OPTIONS,

@@ -65,6 +65,7 @@ class WorkerProcess:
             theirs.close()
         self._socket = ours
         self._asking = threading.Lock()
+        self._is_there = False
         self.lost = ""
 
     @property
@@ -76,8 +77,15 @@ class WorkerProcess:
         """Whether it is carrying out an order."""
         return self._asking.locked()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone, as far as one can see without asking it."""
+        return bool(self.lost) or self._process.poll() is not None
+
     def wait_until_there(self, timeout_s: float = START_S) -> None:
-        """Wait for its first word. Raises WorkerLostError."""
+        """Wait for its first word, if that has not come yet. Raises WorkerLostError."""
+        if self._is_there:
+            return
         self._socket.settimeout(timeout_s)
         try:
             receive(self._socket)
@@ -86,6 +94,7 @@ class WorkerProcess:
         except WireError:
             raise self._gone("has ended while it started") from None
         self._socket.settimeout(None)
+        self._is_there = True
 
     def ask(
         self,
@@ -134,7 +143,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Workers by number. They are started when first wanted, and those that were lost again.
+    """Workers by number. They are started when first wanted, and those that have ended since again.
 
     Args:
         factory: of workloads; a function must be importable under its own name.
@@ -162,27 +171,15 @@ class WorkerPool:
             environments: variables for each; a worker with others is replaced. Without them all get none.
 
         Raises:
-            WorkerLostError: one does not start.
+            WorkerLostError: one does not start, twice.
         """
         with self._starting:
-            new = []
-            for index in range(count):
-                wanted = dict(environments[index]) if environments else {}
-                if index < len(self._workers):
-                    known = self._workers[index]
-                    if not known.lost and known.environment == wanted:
-                        continue
-                worker = WorkerProcess(self._factory, wanted)
-                new.append(worker)
-                if index < len(self._workers):
-                    self._workers[index].end()
-                    self._workers[index] = worker
-                else:
-                    self._workers.append(worker)
             deadline = time.monotonic() + START_S
-            for worker in new:
-                worker.wait_until_there(max(0.1, deadline - time.monotonic()))
-            return self._workers[:count]
+            try:
+                return self._there(count, environments, deadline)
+            except WorkerLostError:
+                # One that dies while it starts may have been killed by accident.
+                return self._there(count, environments, deadline)
 
     @property
     def pids(self) -> list[int]:
@@ -210,6 +207,23 @@ class WorkerPool:
             while self._workers:
                 self._workers.pop().end()
             self.mps.stop()
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _there(self, count: int, environments: Sequence[Mapping[str, str]], deadline: float) -> list[WorkerProcess]:
+        """One attempt; waits until `time.monotonic()` is `deadline`."""
+        for index in range(count):
+            wanted = dict(environments[index]) if environments else {}
+            if index < len(self._workers):
+                known = self._workers[index]
+                if not known.has_ended and known.environment == wanted:
+                    continue
+                known.end()
+            worker = WorkerProcess(self._factory, wanted)
+            self._workers[index : index + 1] = [worker]
+        for worker in self._workers[:count]:
+            worker.wait_until_there(max(0.1, deadline - time.monotonic()))
+        return self._workers[:count]
 
 
 def reference_of(factory: WorkloadFactory) -> str:

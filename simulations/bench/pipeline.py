@@ -35,7 +35,7 @@ from simulations.bench.pipelines.rounds import Amount, RealTime
 from simulations.bench.pipelines.service import Service, start_arrays
 from simulations.bench.pipelines.table import table
 from simulations.bench.pipelines.variants import FL, OURS, Compared, compared
-from simulations.links import PRESETS, link_named
+from simulations.links import PRESETS, load_link
 
 __all__ = ["add_arguments", "run", "table"]
 
@@ -346,7 +346,7 @@ def _affordable(settings: Sequence[Setting], size: Size, budget: Budget) -> set[
 
 
 def _emulation(name: str, emulations: Mapping[str, Emulation] | None, slowdown: float) -> Emulation:
-    return replace(link_named(name) if emulations is None else emulations[name], slowdown=slowdown)
+    return replace(load_link(name) if emulations is None else emulations[name], slowdown=slowdown)
 
 
 def _names(text: str, default: tuple[str, ...], known: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,13 +17,17 @@ import torch
 
 from gpu_runtime.apart import apart
 from gpu_runtime.bench import competitive
+from gpu_runtime.bench.budget import Budget
 from gpu_runtime.bench.competitive import QUICK, mixes_of, size_of, variants_on
+from gpu_runtime.bench.fused import VmapFused
 from gpu_runtime.bench.mixes import MIXES, Calibration, Mix, Work
+from gpu_runtime.bench.ours import Ours
 from gpu_runtime.bench.processes import ProcessPerTask, WorkerProcess
-from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS
+from gpu_runtime.bench.results import BASELINE, ONE_THREAD, OURS, targets_of
 from gpu_runtime.bench.rounds import Gate
 from gpu_runtime.bench.table import table
-from gpu_runtime.bench.variants import Threads, VariantError, done_fraction, one_each, packed_on, threads_kept
+from gpu_runtime.bench.trace_overhead import trace_overhead
+from gpu_runtime.bench.variants import Run, Threads, VariantError, done_fraction, one_each, packed_on, threads_kept
 from gpu_runtime.device import discover
 
 DEVICE = discover(2, "cpu")
@@ -46,7 +50,9 @@ def pool() -> Iterator[ProcessPerTask]:
 
 
 IN_PROCESS = [
-    name for name in variants_on(DEVICE, QUICK)[0] if name != "process-per-task" and "-competitive" not in name
+    name
+    for name, variant in variants_on(DEVICE, QUICK)[0].items()
+    if name != "process-per-task" and "-competitive" not in name and not isinstance(variant, VmapFused)
 ]
 
 
@@ -189,12 +195,32 @@ def test_eight_mixes_and_the_names_of_the_issue() -> None:
     with pytest.raises(ValueError, match="unknown mixes \\['cocktail'\\]"):
         mixes_of("cocktail")
     assert size_of(quick=True, pairs=7).pairs == 7
+    assert size_of(quick=True).trace_pairs == 0
+    assert size_of(quick=True, pairs=7, trace_overhead=True).trace_pairs == 7
+
+
+def test_a_trace_is_compared_with_none_in_pairs(monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
+    ours, order = Ours(OURS, ONE_CORE), [False]
+    monkeypatch.setattr(ours, "prepare", lambda work: None)
+
+    def run(work: Work, deadline_s: float, *, trace: bool) -> Run:
+        order.append(trace)
+        return Run(seconds=1.03 if trace else 1.0, finish_s={})
+
+    monkeypatch.setattr(ours, "run", run)
+    found = trace_overhead(ours, {"small": work, "alone": work}, pairs=3, seconds=0.0, budget=Budget(60.0))
+    assert found.keys() == {"small", "alone"}
+    assert found["small"]["median"] == pytest.approx(1.03)
+    assert order[3:9] == [False, True, True, False, False, True]
+    assert trace_overhead(ours, {"small": work}, pairs=3, seconds=9.0, budget=Budget(1.0)) == {}
+    (target,) = targets_of([], [], {"small": found["small"] | {"num_pairs": 9}})
+    assert (target["what"], target["state"]) == ("trace_overhead", "missed")
 
 
 def test_json_of_a_tiny_run(pool: ProcessPerTask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(competitive, "ProcessPerTask", lambda name, device: pool)
     pids = pool.pids
-    size = replace(QUICK, total_s=30.0, featured_s=0.02, other_s=0.02, num_predictions=2, profile_s=0.1)
+    size = replace(QUICK, total_s=30.0, featured_s=0.02, other_s=0.02, num_predictions=2, profile_s=0.1, trace_pairs=2)
     result = competitive.run(ONE_CORE, ["small", "alone"], size=size, gate=Gate(patience_fraction=0.0))
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert result.keys() >= {"name", "device", "versions", "settings", "rows", "headline"}
@@ -210,6 +236,9 @@ def test_json_of_a_tiny_run(pool: ProcessPerTask, monkeypatch: pytest.MonkeyPatc
     assert headline["speedup"].keys() == headline["ratio_to_floor"].keys() == {"small", "alone"}
     assert headline["best_other_variant"].keys() == {"small", "alone"}
     assert len(headline["makespan_prediction_error"]) <= 2
+    # "small" is featured, "alone" is not.
+    assert headline["trace_overhead"].keys() == headline["intervals"]["trace_overhead"].keys() == {"small"}
+    assert headline["intervals"]["trace_overhead"]["small"]["num_pairs"] == 2
     text = table(result)
     assert all(word in text for word in ("small", "alone", "process-per-task", "not available", "target"))
     assert pool.pids == []

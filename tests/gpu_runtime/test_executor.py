@@ -18,6 +18,8 @@ from gpu_runtime.contracts import CANCELLED, FAILED, TRAINED
 from gpu_runtime.device import Device
 from gpu_runtime.executor import Execution, Executor
 from gpu_runtime.lanes import CpuBackend, Lane, LaneOptions, PartitionBackend, SequentialBackend
+from gpu_runtime.lanes.own import own_lane
+from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.work import one_line
 
 
@@ -230,6 +232,107 @@ def test_deterministic_lanes_have_one_thread() -> None:
         for mode in ("competitive", "exclusive"):
             run(*works, cores=4, backend=backend, options=LaneOptions(mode=mode, deterministic=True))
     assert widths == {1}
+
+
+class OwnLane(FakeWork):
+    own_lane = True
+
+
+def waiting_for(event: threading.Event) -> Callable[[int], None]:
+    return lambda number: event.wait(20) and None
+
+
+@pytest.mark.parametrize("backend", [CpuBackend, SequentialBackend, ProcessBackend])
+@pytest.mark.parametrize("mode", ["competitive", "exclusive"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_work_that_waits_has_a_lane_of_its_own(backend: type[PartitionBackend], mode: str, count: int) -> None:
+    """It waits until all others are done, which therefore nothing keeps from running."""
+    others_done = threading.Event()
+    others = [FakeWork(f"t{index}") for index in range(count)]
+    left = {work.task for work in others}
+
+    def note(task: str) -> Callable[[int], None]:
+        def during(number: int) -> None:
+            if number == 10:
+                left.discard(task)
+            if not left:
+                others_done.set()
+
+        return during
+
+    for work in others:
+        work.during = note(work.task)
+    if not others:
+        others_done.set()
+    waiting = [OwnLane(name, num_examples=3, during=waiting_for(others_done)) for name in ("w1", "w2")]
+    works = [waiting[0], *others, waiting[1]]
+    execution = run(*works, cores=1, backend=backend, options=LaneOptions(mode=mode, trace=True))
+    assert [execution.results[work.task].outcome for work in works] == [TRAINED] * len(works)
+    assert [work.ended for work in works] == ["finished"] * len(works)
+    assert [work.overlaps for work in works] == [[]] * len(works)
+    lanes = {task: {span.lane for span in execution.spans if span.task == task} for task in ("w1", "w2")}
+    assert lanes == {"w1": {"own-w1"}, "w2": {"own-w2"}}
+    assert execution.results["w1"].share is None
+    assert not any(span.lane.startswith("own") for span in execution.spans if span.task.startswith("t"))
+
+
+def test_work_that_waits_takes_no_threads_from_the_others() -> None:
+    widths: dict[str, set[int]] = {"waits": set(), "t": set()}
+
+    def note(task: str) -> Callable[[int], None]:
+        return lambda number: widths[task].add(torch.get_num_threads())
+
+    run(OwnLane("waits", during=note("waits")), FakeWork("t", during=note("t")), cores=3)
+    assert widths["waits"] == {1}
+    assert 3 in widths["t"]
+    widths["waits"].clear()
+    run(OwnLane("waits", during=note("waits")), cores=3)
+    assert widths["waits"] == {3}
+    widths["waits"].clear()
+    run(OwnLane("waits", during=note("waits")), cores=3, options=LaneOptions(deterministic=True))
+    assert widths["waits"] == {1}
+
+
+def test_work_with_a_lane_of_its_own_fails_alone_and_stops_at_the_deadline() -> None:
+    bad = OwnLane("bad", during=failing_at(2, RuntimeError("cut")))
+    slow = OwnLane("slow", num_examples=100_000, during=lambda number: time.sleep(0.005))
+    execution = run(bad, slow, FakeWork("good"), deadline_s=0.1)
+    assert execution.results["bad"].error == "RuntimeError: cut"
+    assert execution.results["good"].outcome == TRAINED
+    assert slow.ended == "finished"
+    assert execution.notes == (f"slow: deadline of 0.1 s cut it to {slow.examples_done} of 100000",)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_cancelling_interrupts_a_step_that_waits(beside: bool) -> None:
+    cancel, interrupted = threading.Event(), threading.Event()
+
+    class Waiting(OwnLane):
+        def interrupt(self) -> None:
+            interrupted.set()
+
+    def during(number: int) -> None:
+        cancel.set()
+        assert interrupted.wait(20)
+        raise RuntimeError("the channel is closed")
+
+    waiting = Waiting("waiting", during=during)
+    others = [FakeWork("good", num_examples=1)] if beside else []
+    results = run(waiting, *others, cancel=cancel).results
+    assert (results["waiting"].outcome, results["waiting"].error) == (CANCELLED, "cancelled")
+    assert waiting.ended == "abandoned"
+
+
+def test_an_own_lane_that_does_not_open_fails_its_task_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> Lane:
+        lane = own_lane(*arguments)  # type: ignore[arg-type]
+        lane.open = lambda origin_s: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+        return lane
+
+    monkeypatch.setattr(executor_module, "own_lane", broken)
+    results = run(OwnLane("waits"), FakeWork("a"), FakeWork("b")).results
+    assert results["waits"].error == "ZeroDivisionError: division by zero"
+    assert [results[task].outcome for task in ("a", "b")] == [TRAINED, TRAINED]
 
 
 def test_nothing_to_do() -> None:

@@ -14,6 +14,7 @@ import pytest
 from gpu_runtime import __main__ as program
 from gpu_runtime.bench import competitive
 from gpu_runtime.mix_trial import MixTrials
+from gpu_runtime.profile_cache import MixResult
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +53,9 @@ def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_profile_says_what_serves_the_tasks_together(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MixTrials, "_measured", lambda *_: {"sequential": 0.7, "cpu": 0.9})
+    monkeypatch.setattr(
+        MixTrials, "_measured", lambda *_: MixResult(capacities={"sequential": 0.7, "cpu": 0.9}, best="cpu")
+    )
     arguments = ["profile", "--factory", "runtime_fakes:build", "--tasks", "rows,pictures", "--budget", "0.1"]
     assert program.main([*arguments, "--json", str(tmp_path / "profile.json")]) == 0
     assert "together: capacity sequential 0.70, cpu 0.90; auto takes cpu" in capsys.readouterr().out

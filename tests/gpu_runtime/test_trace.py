@@ -7,7 +7,7 @@ import json
 from runtime_fakes import hold, plan_of, start_arrays
 from test_runtime import runtime
 
-from gpu_runtime.contracts import MEASURED, VIRTUAL, Report, Span
+from gpu_runtime.contracts import MEASURED, VIRTUAL, DeviceSample, Report, Span
 from gpu_runtime.trace import chrome_trace
 
 
@@ -49,6 +49,24 @@ def test_a_trace_by_hand() -> None:
         ("digits", 2, 2, 0.5e6, 0.5e6, 1),
         ("digits", 1, 1, 2e6, 0.25e6, 1),
         ("boxes", 2, 3, 11e6, 2e6, 2),
+    ]
+
+
+def test_what_the_device_said_becomes_counters() -> None:
+    samples = (
+        DeviceSample(time_s=0.5, busy_fraction=0.75, memory_bytes=1024, power_w=300.0),
+        DeviceSample(time_s=1.0, power_w=310.0),
+    )
+    first = Report(client="a", server_round=1, seconds=2.0, clock=MEASURED, tasks=(), started_at_s=1000.0)
+    second = Report(
+        client="b", server_round=1, seconds=2.0, clock=MEASURED, tasks=(), started_at_s=1001.0, samples=samples
+    )
+    events = [event for event in chrome_trace([first, second])["traceEvents"] if event["ph"] == "C"]
+    assert events == [
+        {"ph": "C", "name": "device busy", "pid": 2, "ts": 1.5e6, "args": {"fraction": 0.75}},
+        {"ph": "C", "name": "device memory", "pid": 2, "ts": 1.5e6, "args": {"bytes": 1024}},
+        {"ph": "C", "name": "device power", "pid": 2, "ts": 1.5e6, "args": {"watts": 300.0}},
+        {"ph": "C", "name": "device power", "pid": 2, "ts": 2.0e6, "args": {"watts": 310.0}},
     ]
 
 

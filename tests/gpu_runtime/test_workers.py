@@ -23,8 +23,9 @@ from gpu_runtime.device import discover
 from gpu_runtime.lanes import BackendError, choose
 from gpu_runtime.runtime import EmbeddedRuntime, TrainResult
 from gpu_runtime.settings import SharingSettings
+from gpu_runtime.work import RemoteError
 from gpu_runtime.workers import shared_memory
-from gpu_runtime.workers.pool import WorkerLostError, WorkerPool
+from gpu_runtime.workers.pool import WorkerLostError, WorkerPool, WorkerProcess
 
 pytestmark = pytest.mark.skipif(bool(shared_memory.unavailable()), reason=shared_memory.unavailable() or "available")
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +132,44 @@ def test_all_workers_killed_in_a_step(runtime: EmbeddedRuntime) -> None:
     assert all("SIGKILL" in task.error for task in found.report.tasks)
     assert not [path for path in Path("/proc/self/fd").iterdir() if "paceline-slow" in os.path.realpath(path)]
     assert {task.outcome for task in train(runtime, "rows", "pictures").report.tasks} == {"trained"}
+
+
+def test_workers_killed_between_rounds_cost_nothing(runtime: EmbeddedRuntime) -> None:
+    train(runtime, "rows", "pictures")
+    killed = workers_of(runtime)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    # A process can be waited for only when the last of its threads is gone.
+    deadline = time.monotonic() + 20.0
+    while not all(worker.has_ended for worker in runtime._workers._workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found = by_task(train(runtime, "rows", "pictures").report)
+    assert [task.outcome for task in found.values()] == ["trained", "trained"]
+    assert not set(workers_of(runtime)) & set(killed)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_worker_killed_while_it_starts_is_started_again_once(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    pool = WorkerPool(build)
+    waiting, left = WorkerProcess.wait_until_there, [times]
+
+    def wait(self: WorkerProcess, timeout_s: float) -> None:
+        if left[0]:
+            left[0] -= 1
+            os.kill(self.pid, signal.SIGKILL)
+        waiting(self, timeout_s)
+
+    monkeypatch.setattr(WorkerProcess, "wait_until_there", wait)
+    if times == 2:
+        with pytest.raises(WorkerLostError, match=r"has ended while it started \(killed by SIGKILL\)"):
+            pool.workers(2)
+    # All answer what they are asked, also those that nobody had waited for.
+    for worker in pool.workers(2):
+        assert worker.ask({"order": "forget"}).header == {}
+        with pytest.raises(RemoteError, match="KeyError"):
+            worker.ask({"order": "nonsense", "task": "none"})
+    pool.close()
 
 
 def test_a_deadline_cuts_and_keeps(runtime: EmbeddedRuntime) -> None:

@@ -21,7 +21,6 @@ from simulations.bench.pipelines.service import Iteration
 from simulations.bench.pipelines.table import markdown, table
 from simulations.bench.pipelines.variants import FL, GRID, OURS, OURS_ANY, PIPAR, SPLITFED, WHOLE, compared, key_of
 from simulations.bench.pipelines.virtual import seconds_per_step, server_idle_s, virtual_clients, virtual_iteration
-from simulations.links import PRESETS, link_named
 
 # A byte a second and 8 examples of 4 bytes: one example takes 1 s to the server and 1 s back.
 EMULATION = Emulation(uplink_bytes_per_s=4.0, downlink_bytes_per_s=4.0, slowdown=2.0)
@@ -124,13 +123,6 @@ def test_what_there_is_no_time_for_is_virtual() -> None:
     assert validation_of([row]) == []
     assert headline_of([row], [], {})["measured_over_predicted"] == {}
     assert all(each["clock"] == "virtual" for each in targets_of([row], [], {}) if each["setting"] == "vgg5/wifi")
-
-
-def test_links_by_name() -> None:
-    assert set(PRESETS) == {"3g", "4g", "4g-plus", "wifi", "lan"}
-    assert link_named("4g").uplink_bytes_per_s == 1_250_000
-    with pytest.raises(ValueError, match="unknown link '5g'; there are 3g, 4g"):
-        link_named("5g")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,19 @@ def test_two_clients_wait_for_one_server() -> None:
     assert timeline.idle_fraction("server") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("order", "ends"), [("arrival", ((18.0,), (12.0, 24.0))), ("progress", ((21.0,), (12.0, 24.0)))]
+)
+def test_the_server_may_serve_who_is_behind(order: str, ends: tuple[tuple[float, ...], ...]) -> None:
+    # One step of four micro-batches and two steps of two: a b a b, then a a b b or a b a b.
+    cut = even_cut(0.0, server=Affine(call_s=3.0))
+    sessions = [
+        SimulatedSession(client="a", cut=cut, steps=[(1, 1, 1, 1)]),
+        SimulatedSession(client="b", cut=cut, steps=[(1, 1), (1, 1)]),
+    ]
+    assert simulate(sessions, server_order=order).step_ends_s == ends
+
+
 def test_a_late_client_finds_the_server_idle() -> None:
     cut = even_cut(0.0, server=Affine(call_s=3.0))
     timeline = simulate(
@@ -71,5 +84,7 @@ def test_nonsense_is_named() -> None:
     session = SimulatedSession(client="a", cut=UPLINK_ONLY, steps=[(1,)])
     with pytest.raises(ValueError, match="'b', which has no session"):
         simulate([session], changes={"b": []})
+    with pytest.raises(ValueError, match="server_order"):
+        simulate([session], server_order="random")
     with pytest.raises(ValueError, match="order of time"):
         simulate([session], changes={"a": [RateChange(at_s=2.0), RateChange(at_s=1.0)]})
