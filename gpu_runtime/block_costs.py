@@ -25,14 +25,14 @@ def measure_blocks(
     batch: Batch,
     budget_s: float,
     wait_for_device: Callable[[], None],
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[BlockCost, ...]:
     """Cost of each block, of a call and per example, from a few passes; the loss counts to the last block.
 
     The passes take turns with the whole batch and a quarter of it. A batch of less than three examples, or with
     tensors that are not per example, says nothing of what a call costs whatever its size: then that is 0.
     Empty for a model without `blocks`. Gradients are left in the model. Blocks are timed by
-    `clock`; `budget_s` is in real seconds.
+    `clock`, in real seconds by default; `budget_s` is in real seconds.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) == 0:
@@ -45,7 +45,7 @@ def measure_blocks(
             break
         for part, done in zip(batches, passes, strict=True):
             model.zero_grad(set_to_none=True)
-            done.append(_one_pass(list(blocks), loss, part, wait_for_device, clock))
+            done.append(_one_pass(list(blocks), loss, part, wait_for_device, clock or time.perf_counter))
     sizes = [num_examples_in(part) for part in batches]
     costs = []
     for index in range(len(blocks)):
