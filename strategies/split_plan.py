@@ -138,9 +138,8 @@ class SplitPlanner:
         for each in self._cuttable(book, clients, tasks, sizes, server_round, notes):
             choice = choose(each.split, book.link_of(each.client), self._options)
             if choice.split_point is not None and choice.step_s > MAX_STEP_S:
-                notes.append(
-                    f"task {each.task!r} of client {each.client!r} is not split: a step would take {choice.step_s:.3g} s"
-                )
+                whose = f"task {each.task!r} of client {each.client!r}"
+                notes.append(f"{whose} is not split: a step would take {choice.step_s:.3g} s")
             elif choice.split_point is not None:
                 found.setdefault(each.client, {})[each.task] = choice
         return found, tuple(dict.fromkeys(map(one_line, notes)))
