@@ -24,6 +24,8 @@ from strategies.split_settings import SplitSettings
 # A client whose link failed trains whole for 1 round, then 2, 4, ... at most so many.
 MAX_PAUSE_ROUNDS = 16
 MAX_MICRO_BATCHES = 256
+# Nobody waits that long, and numbers far beyond all others are too much for the solvers of load assignment.
+MAX_STEP_S = 1e6
 
 Choices = Mapping[str, Mapping[str, Choice]]
 
@@ -134,9 +136,12 @@ class SplitPlanner:
         notes: list[str] = []
         for each in self._cuttable(book, clients, tasks, sizes, server_round, notes):
             choice = choose(each.split, book.link_of(each.client), self._options)
-            if choice.split_point is not None:
+            if choice.split_point is not None and choice.step_s > MAX_STEP_S:
+                whose = f"task {each.task!r} of client {each.client!r}"
+                notes.append(f"{whose} is not split: a step would take {choice.step_s:.3g} s")
+            elif choice.split_point is not None:
                 found.setdefault(each.client, {})[each.task] = choice
-        return found, tuple(dict.fromkeys(notes))
+        return found, tuple(dict.fromkeys(map(one_line, notes)))
 
     def assign(
         self,

@@ -13,7 +13,7 @@ from gpu_runtime.pipeline.encoding_costs import measure_encodings
 from gpu_runtime.pipeline.grpc_channels import GrpcChannels
 from gpu_runtime.pipeline.probe import measure_link
 from gpu_runtime.pipeline.session import Channel, SplitError
-from gpu_runtime.pipeline.stages import unsplittable
+from gpu_runtime.pipeline.stages import changing_state, unsplittable
 from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.workload import Workload
 
@@ -66,7 +66,11 @@ class DeviceEnd:
         if workload.name not in self._unsplittable:
             with seeded_draws(0, torch.device("cpu")):
                 model = workload.build_model()
-            self._unsplittable[workload.name] = unsplittable(model.train())
+            reason = unsplittable(model.train())
+            if not reason:
+                inputs, _ = workload.synthetic_batch(2, torch.Generator().manual_seed(0))
+                reason = changing_state(model, inputs)
+            self._unsplittable[workload.name] = reason
         return self._unsplittable[workload.name]
 
     def clear(self) -> None:
