@@ -17,8 +17,11 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 9
 # A pair is decided when all its ratios lie on one side of the limit: with few rounds, so far from it; then anyhow.
 FEW_ROUNDS, FAR = 5, 1.1
 
-# Work done per second in one run of a candidate; None when it cannot do the work.
-RunOnce = Callable[[str], float | None]
+# A machine that is slower than expected gets shorter rounds, down to this part of a whole one: few rounds tell little.
+LEAST_PART = 0.25
+
+# Work done per second in one run of a candidate, of so large a part of the whole run; None when it cannot do the work.
+RunOnce = Callable[[str, float], float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ def contest(
 
     Args:
         candidates: in the order of preference.
-        run: one short run of a candidate.
+        run: one short run of a candidate, by name and part (0 to 1) of a whole run.
         budget_s: seconds that all runs together may take; the first round is always finished.
         clock: seconds, rising.
 
@@ -56,18 +59,21 @@ def contest(
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     active = list(candidates)
-    started_s, longest_s = clock(), 0.0
+    started_s, longest_s, part = clock(), 0.0, 1.0
     for index in range(MAX_ROUNDS):
         began_s = clock()
-        if index > 0 and began_s + longest_s - started_s > budget_s:
-            break
+        if index > 0:
+            left_s = budget_s - (began_s - started_s)
+            part = min(1.0, max(LEAST_PART, left_s / longest_s / max(1, FEW_ROUNDS - index))) if longest_s > 0 else 1.0
+            if part * longest_s > left_s:
+                break
         for name in active if index % 2 == 0 else reversed(active):
-            speed = run(name)
+            speed = run(name, part)
             if speed is None:
                 del samples[name]
             else:
                 samples[name].append(speed)
-        longest_s = max(longest_s, clock() - began_s)
+        longest_s = max(longest_s, (clock() - began_s) / part)
         active = [name for name in active if name in samples]
         leader = leader_of({name: samples[name] for name in active})
         active = [name for name in active if name == leader or not is_decided(samples, leader, name, candidates)]
@@ -94,10 +100,14 @@ def ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def leader_of(samples: dict[str, list[float]]) -> str:
-    """The first candidate, or a later one that is clearly faster, by the median of paired ratios; "" of none."""
+    """The first candidate, or a later one that is clearly faster, by the median of paired ratios; "" of none.
+
+    Fewer than `MIN_ROUNDS` have to show more: one lucky run must not decide.
+    """
     best = ""
     for name, speeds in samples.items():
-        if not best or statistics.median(ratios(speeds, samples[best])) > CLEARLY_FASTER:
+        lead = ratios(speeds, samples[best]) if best else []
+        if not best or statistics.median(lead) > CLEARLY_FASTER * (FAR if len(lead) < MIN_ROUNDS else 1.0):
             best = name
     return best
 

@@ -269,7 +269,7 @@ class SplitAccess:
         activation_clip: largest L2 norm of an example's activations; 0: not clipped.
         activation_noise: standard deviation of Gaussian noise on them, as a multiple of the clip.
         message_deadline_s: seconds the service may take for a micro-batch before the link counts as dead.
-        resume_s: seconds to try to reach the service again.
+        resume_s: seconds to try to reach the service, at first and again.
     """
 
     address: str

@@ -27,8 +27,8 @@ from gpu_runtime.work import Work
 from gpu_runtime.workers.remote_training import RemoteTraining
 from gpu_runtime.workload import SyntheticExamples, Workload
 
-# One run of a backend takes about this part of its time: long enough for models to be built, short enough to be paired.
-RUN_FRACTION = 1 / 5
+# One run of a backend takes about this part of its time, on a machine that serves as much as the profile says.
+RUN_FRACTION = 1 / 8
 # The first steps of a training build the model, those of a process also load its modules.
 WARM_UP_STEPS = 2
 MIN_STEPS = 4
@@ -111,14 +111,13 @@ class MixTrials:
     def _measured(self, tasks: Sequence[MixTask], candidates: Sequence[str], device: Device) -> MixResult | None:
         warm_up = dict.fromkeys(range(len(tasks)), WARM_UP_STEPS)
         able = [name for name in candidates if self._run(name, tasks, warm_up, device) is not None]
-        steps = _equal_steps(tasks, self._trial_s * RUN_FRACTION)
-        served = sum(
-            task.cost.demand * task.step_s * num_steps for task, num_steps in zip(tasks, steps.values(), strict=True)
-        )
 
-        def capacity(name: str) -> float | None:
+        def capacity(name: str, part: float) -> float | None:
+            steps = _equal_steps(tasks, self._trial_s * RUN_FRACTION * part)
             seconds = self._run(name, tasks, steps, device)
-            return None if seconds is None else served / seconds
+            if seconds is None:
+                return None
+            return sum(task.cost.demand * task.step_s * steps[index] for index, task in enumerate(tasks)) / seconds
 
         outcome = contest(able, capacity, budget_s=self._trial_s * len(able))
         return None if outcome is None else MixResult(capacities=outcome.speeds, best=outcome.best)

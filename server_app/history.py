@@ -136,6 +136,13 @@ class RunHistory:
             for client in entry["clients"].values()
             for task in client["tasks"].values()
         )
+        splits = [
+            task["split"]
+            for entry in self.rounds
+            for client in entry["clients"].values()
+            for task in client["tasks"].values()
+            if task["split"]
+        ]
         last = self.rounds[-1]["tasks"] if self.rounds else {}
         return {
             "status": FAILED if cause else COMPLETED,
@@ -153,6 +160,8 @@ class RunHistory:
             "examples_per_s": examples / seconds if seconds > 0 else 0.0,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
+            "split_bytes_up": sum(split["bytes_up"] for split in splits),
+            "split_bytes_down": sum(split["bytes_down"] for split in splits),
             "notes": self.notes,
             "versions": versions(),
             "settings": settings.flat(),

@@ -9,11 +9,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from gpu_runtime.contracts import Emulation, Holding, Partition
 from gpu_runtime.settings import keys_of, nearest, parse, setting
+from simulations.links import LinkFileError, load_link
 from simulations.task_costs import CostsError, load_costs
 
 FLEETS_DIR = Path(__file__).parent / "fleets"
@@ -43,6 +45,7 @@ class ClientClass:
     speed: float = setting("speed", 1.0, "times as fast as the machine of the recorded costs", above=0.0, maximum=1e4)
     data_share: float = setting("data-share", 1.0, "relative part of each task's examples", minimum=0.0, maximum=1e9)
     fixed_s: float = setting("fixed-s", 0.0, "seconds a round costs whatever the load", minimum=0.0, maximum=1e6)
+    link: str = setting("link", "", "a named link, or its TOML file, instead of the keys below")
     uplink_mbit_per_s: float = setting("uplink-mbit-per-s", 0.0, "0: not modelled", minimum=0.0, maximum=1e7)
     downlink_mbit_per_s: float = setting("downlink-mbit-per-s", 0.0, "0: not modelled", minimum=0.0, maximum=1e7)
     latency_ms: float = setting("latency-ms", 0.0, "one way", minimum=0.0, maximum=1e6)
@@ -61,12 +64,22 @@ class ClientClass:
     @property
     def uplink_bytes_per_s(self) -> float | None:
         """None where the link is not modelled."""
-        return self.uplink_mbit_per_s * BYTES_PER_MBIT or None
+        return self._link.uplink_bytes_per_s
 
     @property
     def downlink_bytes_per_s(self) -> float | None:
         """None where the link is not modelled."""
-        return self.downlink_mbit_per_s * BYTES_PER_MBIT or None
+        return self._link.downlink_bytes_per_s
+
+    @property
+    def latency_s(self) -> float:
+        """One way."""
+        return self._link.latency_s
+
+    @property
+    def message_s(self) -> float:
+        """What a message of a split task occupies the link for, on the virtual clock."""
+        return self._link.message_s or self.message_ms / 1000
 
     @property
     def emulation(self) -> Emulation | None:
@@ -74,12 +87,17 @@ class ClientClass:
 
         Devices are not slowed down: tasks that train whole could not be.
         """
-        found = Emulation(
-            uplink_bytes_per_s=self.uplink_bytes_per_s,
-            downlink_bytes_per_s=self.downlink_bytes_per_s,
+        return None if self._link == Emulation() else self._link
+
+    @cached_property
+    def _link(self) -> Emulation:
+        if self.link:
+            return load_link(self.link)
+        return Emulation(
+            uplink_bytes_per_s=self.uplink_mbit_per_s * BYTES_PER_MBIT or None,
+            downlink_bytes_per_s=self.downlink_mbit_per_s * BYTES_PER_MBIT or None,
             latency_s=self.latency_ms / 1000,
         )
-        return None if found == Emulation() else found
 
     @property
     def memory_bytes(self) -> int:
@@ -227,6 +245,8 @@ def _parse_class(position: int, table: dict[str, Any], faults: list[str]) -> Cli
     skips = table.pop("skip-tasks", [])
     own += _unknown(table, ClientClass, extra=("skip-tasks",))
     kind: ClientClass = parse(table, [ClientClass], own)[0]
+    if kind.link:
+        own += _link_faults(kind, table)
     if "dropout" in table and kind.dropout < 0:
         own.append(f"dropout must be at least 0 and at most 1, not {kind.dropout!r}")
     if not NAME_PATTERN.fullmatch(kind.name):
@@ -237,6 +257,17 @@ def _parse_class(position: int, table: dict[str, Any], faults: list[str]) -> Cli
     label = repr(kind.name) if NAME_PATTERN.fullmatch(kind.name) else str(position)
     faults += [f"client {label}: {fault}" for fault in own]
     return replace(kind, skip_tasks=tuple(skips))
+
+
+def _link_faults(kind: ClientClass, table: Mapping[str, Any]) -> list[str]:
+    both = [key for key in ("uplink-mbit-per-s", "downlink-mbit-per-s", "latency-ms") if key in table]
+    if both:
+        return [f"link {kind.link!r} says what {', '.join(both)} say; give one or the other"]
+    try:
+        load_link(kind.link)
+    except LinkFileError as error:
+        return [f"link: {fault}" for fault in error.faults]
+    return []
 
 
 def _unknown(table: Mapping[str, Any], section: type, extra: Sequence[str]) -> list[str]:

@@ -186,8 +186,21 @@ def round_lines(entry: Mapping[str, Any]) -> Iterator[str]:
     yield "  idle: " + "  ".join(
         f"{escape(name)} {_idle(client, makespan_s)}" for name, client in entry.get("clients", {}).items()
     )
+    split = {task: line for task in entry.get("tasks", {}) if (line := _split(entry, task))}
+    if split:
+        yield "  split: " + "  ".join(f"{escape(task)} {escape(line)}" for task, line in split.items())
     for text in entry.get("refused", []):
         yield f"  [yellow]not used:[/] {escape(str(text))}"
+
+
+def _split(entry: Mapping[str, Any], task: str) -> str:
+    """How clients split a task: `old-laptop after block 2, 8 x int8`; empty where none did."""
+    found = []
+    for name, client in entry.get("clients", {}).items():
+        split = client.get("tasks", {}).get(task, {}).get("split")
+        if split:
+            found.append(f"{name} after block {split['split_point']}, {split['micro_batches']} x {split['encoding']}")
+    return "; ".join(found)
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:

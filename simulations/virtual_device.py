@@ -64,8 +64,8 @@ class VirtualDevice:
             fixed_s=kind.fixed_s,
             uplink_bytes_per_s=kind.uplink_bytes_per_s,
             downlink_bytes_per_s=kind.downlink_bytes_per_s,
-            latency_s=kind.latency_ms / 1000,
-            message_s=kind.message_ms / 1000,
+            latency_s=kind.latency_s,
+            message_s=kind.message_s,
         )
 
     def report(self, report: Report, plan: Plan | None, *, bytes_down: int, bytes_up: int) -> Report:
@@ -113,8 +113,8 @@ class VirtualDevice:
         return Link(
             uplink_bytes_per_s=kind.uplink_bytes_per_s,
             downlink_bytes_per_s=kind.downlink_bytes_per_s,
-            latency_s=kind.latency_ms / 1000,
-            message_s=kind.message_ms / 1000,
+            latency_s=kind.latency_s,
+            message_s=kind.message_s,
         )
 
     def _pipelines(
@@ -163,7 +163,7 @@ class VirtualDevice:
             work.append(
                 Work(task=task, num_examples=count, cost=cost, expected_cost_s=expected_s, share=shares.get(task))
             )
-        latency_s = kind.latency_ms / 1000
+        latency_s = kind.latency_s
         return run_device(
             work,
             mode=plan.sharing_mode if plan else "competitive",

@@ -19,6 +19,9 @@ MAX_NAME = 200
 MAX_EXAMPLES = 10**12
 MAX_SECONDS = 1e6
 MAX_BYTES_PER_S = 1e15
+# Of what one example sends over a link, and blocks of a model.
+MAX_EXAMPLE_BYTES = 10**12
+MAX_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,33 @@ class _Range:
 _SECONDS = _Range(0.0, MAX_SECONDS)
 _RATE = _Range(1.0, MAX_BYTES_PER_S)
 _COUNT = _Range(0, MAX_EXAMPLES)
+_BYTES = _Range(0, MAX_EXAMPLE_BYTES)
 _PROFILE = {
     "num_cores": _COUNT,
     "capacity": _Range(1e-6, 1e6),
     "memory_bytes": _Range(0, 1e18),
     "fixed_s": _SECONDS,
     "latency_s": _SECONDS,
+    "message_s": _SECONDS,
     "uplink_bytes_per_s": _RATE,
     "downlink_bytes_per_s": _RATE,
 }
 _TASK = {"num_examples": _COUNT, "batch_size": _Range(1, MAX_EXAMPLES)}
-_COST = {"demand": _Range(1e-6, 1.0), "solo_cost_s": _Range(1e-12, MAX_SECONDS), "peak_memory_bytes": _Range(0, 1e18)}
+_COST = {
+    "demand": _Range(1e-6, 1.0),
+    "solo_cost_s": _Range(1e-12, MAX_SECONDS),
+    "peak_memory_bytes": _Range(0, 1e18),
+    "update_s": _SECONDS,
+    "target_bytes": _BYTES,
+}
+_BLOCK = {
+    "forward_s": _SECONDS,
+    "backward_s": _SECONDS,
+    "forward_call_s": _SECONDS,
+    "backward_call_s": _SECONDS,
+    "boundary_bytes": _BYTES,
+}
+_ENCODING = {"encode_s": _SECONDS, "decode_s": _SECONDS}
 
 
 def read_profile(reply: Message) -> Profile:
@@ -82,6 +101,8 @@ def check_profile(profile: Profile) -> None:
     if profile.clock not in (VIRTUAL, MEASURED):
         raise ContractError(f"clock must be {VIRTUAL} or {MEASURED}, not {profile.clock!r}")
     _check_ranges("", profile, _PROFILE)
+    for encoding in profile.encodings:
+        _check_ranges(f"encoding {one_line(ascii(encoding.encoding), 60)}: ", encoding, _ENCODING)
     for task, count in Counter(task.task for task in profile.tasks).items():
         _check_name("a task's name", task)
         if count > 1:
@@ -95,6 +116,10 @@ def _check_task(entry: TaskProfile) -> None:
     _check_ranges(prefix, entry, _TASK)
     if entry.cost is not None:
         _check_ranges(prefix, entry.cost, _COST)
+        if len(entry.cost.blocks) > MAX_BLOCKS:
+            raise ContractError(f"{prefix}blocks must be at most {MAX_BLOCKS}, not {len(entry.cost.blocks)}")
+        for index, block in enumerate(entry.cost.blocks):
+            _check_ranges(f"{prefix}block {index}: ", block, _BLOCK)
 
 
 def without_namesakes(profiles: Mapping[int, Profile]) -> tuple[dict[int, Profile], list[str]]:

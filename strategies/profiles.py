@@ -16,8 +16,12 @@ UNKNOWN_COST = TaskCost(demand=1.0, solo_cost_s=1.0, speed_curve=((1.0, 1.0),))
 # Work that is a smaller part of the reported seconds than this, the rest being transfer and fixed seconds, teaches
 # nothing about costs.
 LEAST_WORK_FRACTION = 0.01
-# Bytes per second and seconds beyond which a measured link is nonsense.
-MAX_RATE = 1e12
+# Bytes per second and seconds within which a link may be measured; what lies outside is nonsense.
+LINK_RANGES = {
+    "uplink_bytes_per_s": (1.0, 1e12),
+    "downlink_bytes_per_s": (1.0, 1e12),
+    "latency_s": (0.0, 1e3),
+}
 
 
 class ProfileBook:
@@ -104,8 +108,8 @@ class ProfileBook:
         known = self.link_of(client)
         measured = {
             name: value
-            for name in ("uplink_bytes_per_s", "downlink_bytes_per_s", "latency_s")
-            if (value := getattr(split, name)) is not None and 0 < value < MAX_RATE
+            for name, (low, high) in LINK_RANGES.items()
+            if (value := getattr(split, name)) is not None and low <= value <= high
         }
         self._links[client] = replace(known, **measured)
         corrections = self._filter(client)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flwr.app import Array
 
@@ -25,6 +24,8 @@ from strategies.split_settings import SplitSettings
 # A client whose link failed trains whole for 1 round, then 2, 4, ... at most so many.
 MAX_PAUSE_ROUNDS = 16
 MAX_MICRO_BATCHES = 256
+# Nobody waits that long, and numbers far beyond all others are too much for the solvers of load assignment.
+MAX_STEP_S = 1e6
 
 Choices = Mapping[str, Mapping[str, Choice]]
 
@@ -135,9 +136,12 @@ class SplitPlanner:
         notes: list[str] = []
         for each in self._cuttable(book, clients, tasks, sizes, server_round, notes):
             choice = choose(each.split, book.link_of(each.client), self._options)
-            if choice.split_point is not None:
+            if choice.split_point is not None and choice.step_s > MAX_STEP_S:
+                whose = f"task {each.task!r} of client {each.client!r}"
+                notes.append(f"{whose} is not split: a step would take {choice.step_s:.3g} s")
+            elif choice.split_point is not None:
                 found.setdefault(each.client, {})[each.task] = choice
-        return found, tuple(dict.fromkeys(notes))
+        return found, tuple(dict.fromkeys(map(one_line, notes)))
 
     def assign(
         self,
@@ -287,14 +291,3 @@ class SplitPlanner:
             downlink_s=choice.downlink_step_s * per_step,
             server_s=choice.server_step_s * per_step * demand,
         )
-
-
-def split_fields(choice: Choice | None) -> dict[str, Any]:
-    """What a choice says in a TaskPlan."""
-    if choice is None:
-        return {}
-    return {
-        "split_point": choice.split_point,
-        "micro_batches": choice.micro_batches,
-        "encoding": choice.encoding,
-    }

@@ -69,7 +69,11 @@ class SplitSettings:
         "split.message-deadline-s", 60.0, "seconds to wait for a gradient", above=0.0, maximum=MAX_DEADLINE_S
     )
     resume_s: float = setting(
-        "split.resume-s", 30.0, "seconds to try to reach the service again", minimum=0.0, maximum=MAX_DEADLINE_S
+        "split.resume-s",
+        30.0,
+        "seconds to try to reach the service, at first and again",
+        above=0.0,
+        maximum=MAX_DEADLINE_S,
     )
 
     @property

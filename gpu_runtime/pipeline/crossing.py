@@ -1,8 +1,8 @@
 """What crosses the cut, as a list of tensors and a JSON text that says how they nest: flatten and unflatten.
 
-A node of the text is an object of one key: {"tensor": flags}, {"tuple": [...]}, {"list": [...]}, {"dict": {...}} or
-{"value": x} with a plain JSON value. Tensors are counted in the order of the text. Flags: "g" needs a gradient, "c" is
-laid out channels-last.
+A node of the text is an object of one key: {"tensor": flags}, {"again": i}, {"tuple": [...]}, {"list": [...]},
+{"dict": {...}} or {"value": x} with a plain JSON value. Tensors are counted in the order of the text; "again" is the
+i-th of them (from 0) in another place. Flags: "g" needs a gradient, "c" is laid out channels-last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
             return tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
-    value = _value_of(_parsed(structure), place, 0)
+    value = _value_of(_parsed(structure), place, [], 0)
     if next(left, None) is not None:
         raise ProtocolError(f"the structure of a micro-batch names fewer than its {len(tensors)} tensors")
     return value
@@ -63,7 +63,7 @@ def unflatten(structure: str, tensors: Sequence[torch.Tensor]) -> Any:
 def gradients_wanted(structure: str) -> tuple[bool, ...]:
     """For each tensor of `structure`, whether its gradient is to come back. Raises as `unflatten`."""
     wanted: list[bool] = []
-    _value_of(_parsed(structure), lambda flags: wanted.append("g" in flags), 0)
+    _value_of(_parsed(structure), lambda flags: wanted.append("g" in flags), [], 0)
     return tuple(wanted)
 
 
@@ -74,6 +74,9 @@ def _node_of(value: Any, tensors: list[torch.Tensor], depth: int) -> dict[str, A
     if depth > MAX_DEPTH:
         raise SplitError(f"what crosses the cut nests deeper than {MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
+        for index, before in enumerate(tensors):
+            if before is value:
+                return {"again": index}
         tensors.append(value)
         channels_last = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
         laid_out = channels_last and not value.is_contiguous()
@@ -103,19 +106,22 @@ def _parsed(structure: str) -> Any:
         raise ProtocolError("the structure of a micro-batch is not JSON") from None
 
 
-def _value_of(node: Any, place: Callable[[str], Any], depth: int) -> Any:
+def _value_of(node: Any, place: Callable[[str], Any], placed: list[Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ProtocolError(f"the structure of a micro-batch nests deeper than {MAX_DEPTH}")
     if type(node) is not dict or len(node) != 1:
         raise ProtocolError("a node in the structure of a micro-batch is not an object of one key")
     ((kind, inner),) = node.items()
     if kind == "tensor" and type(inner) is str and inner in FLAGS:
-        return place(inner)
+        placed.append(place(inner))
+        return placed[-1]
+    if kind == "again" and type(inner) is int and 0 <= inner < len(placed):
+        return placed[inner]
     if kind in ("tuple", "list") and type(inner) is list:
-        items: Iterator[Any] = (_value_of(item, place, depth + 1) for item in inner)
+        items: Iterator[Any] = (_value_of(item, place, placed, depth + 1) for item in inner)
         return tuple(items) if kind == "tuple" else list(items)
     if kind == "dict" and type(inner) is dict:
-        return {key: _value_of(item, place, depth + 1) for key, item in inner.items()}
+        return {key: _value_of(item, place, placed, depth + 1) for key, item in inner.items()}
     if kind == "value" and _plain(inner):
         return inner
     raise ProtocolError(f"a node in the structure of a micro-batch is of no known kind: {kind[:40]!r}")

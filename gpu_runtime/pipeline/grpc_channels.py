@@ -39,7 +39,9 @@ class GrpcChannels:
                 access.address,
                 access.token,
                 certificate=access.certificate,
-                deadlines=module.Deadlines(message_s=access.message_deadline_s, resume_s=access.resume_s),
+                deadlines=module.Deadlines(
+                    connect_s=access.resume_s, message_s=access.message_deadline_s, resume_s=access.resume_s
+                ),
                 probe=probe,
                 link=None if emulation is None else self._link(client, access.run, emulation),
             ),

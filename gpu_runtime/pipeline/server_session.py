@@ -117,7 +117,7 @@ class ServerSession(StageSession):
 
     def train(self, activation: Activation) -> Gradient:
         try:
-            done = self._device.run(self, lambda: self._train(activation), progress=self._progress)
+            done = self._device.run(self, lambda: self._train(activation), progress=self._progress, steady=True)
         except SplitError:
             self.abandon()
             raise
@@ -197,10 +197,7 @@ class ServerSession(StageSession):
         )
         weight = activation.num_examples / activation.batch_examples
         with torch.enable_grad():
-            loss = self._forward(
-                f"server step {activation.step} micro-batch {activation.index}",
-                lambda: self._loss_of(stage, unflatten(activation.structure, self._own(stage, tensors)), targets),
-            )
+            loss = self._loss(activation, stage, tensors, targets)
             self._precision.backward(loss if weight == 1.0 else loss * weight)
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -213,6 +210,22 @@ class ServerSession(StageSession):
             None if gradient is None else encode(gradient, self._spec.encoding, rounding) for gradient in gradients
         )
         return value, encoded, self._position.advance(activation)
+
+    def _loss(
+        self, activation: Activation, stage: ServerStage, tensors: Sequence[torch.Tensor], targets: Any
+    ) -> torch.Tensor:
+        def forward() -> torch.Tensor:
+            return self._loss_of(stage, unflatten(activation.structure, self._own(stage, tensors)), targets)
+
+        purpose = f"server step {activation.step} micro-batch {activation.index}"
+        try:
+            return self._forward(purpose, forward)
+        except RuntimeError as error:
+            # A block that works in place without an attribute that says so (`functional.relu_`).
+            if stage.works_in_place or "leaf Variable" not in str(error):
+                raise
+            stage.works_in_place = True
+            return self._forward(purpose, forward)
 
     def _received(self, activation: Activation, stage: ServerStage) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
         """The activation's tensors, as leaves of a new graph where a gradient is to come back."""

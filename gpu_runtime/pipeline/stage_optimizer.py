@@ -14,7 +14,8 @@ class StageOptimizer:
     """The workload's optimiser on a stage's parameters, with FedProx's pull to where they are now.
 
     Args:
-        stage: with its start weights. One without parameters takes no steps.
+        stage: with its start weights. One without parameters to train takes no steps, and no optimiser is asked for:
+            many refuse an empty list, also one that a workload has filtered.
         workload: makes the optimiser.
         learning_rate: None for the workload's own.
         proximal_mu: strength of the pull; 0: none.
@@ -34,7 +35,7 @@ class StageOptimizer:
         self._mu, self._precision = proximal_mu, precision
         rate = workload.learning_rate if learning_rate is None else learning_rate
         self._optimizer: torch.optim.Optimizer | None = None
-        if self._parameters:
+        if any(parameter.requires_grad for parameter in self._parameters):
             self._optimizer = workload.optimizer(stage.parameters(), rate)
         self._anchor = [parameter.detach().clone() for parameter in self._parameters] if proximal_mu else []
 

@@ -94,6 +94,29 @@ def unsplittable(model: nn.Module) -> str:
     return ""
 
 
+def changing_state(model: nn.Module, inputs: Any) -> str:
+    """Why `model` must not train by micro-batches: forward passes change its buffers; empty where they do not.
+
+    Running statistics, counters and the iterations of spectral norm would advance once a micro-batch instead of once a
+    step. What is made in the first pass and then kept (masks, tables) is no harm.
+
+    Args:
+        model: on the CPU; it is put into training mode, and its buffers may change.
+        inputs: of a batch.
+    """
+    model.train()
+    if next(model.buffers(), None) is None:
+        return ""
+    with torch.no_grad(), seeded_draws(0, torch.device("cpu")):
+        model(inputs)
+        before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        model(inputs)
+    for key, buffer in model.named_buffers():
+        if key not in before or not torch.equal(before[key], buffer):
+            return f"{key!r} changes with every forward pass: with micro-batches it would change more often"
+    return ""
+
+
 def loaded_stage(
     kind: Callable[[nn.Module, int], S],
     workload: Workload,
@@ -179,6 +202,13 @@ def to_stage(tensor: torch.Tensor, stage: Stage, device: torch.device) -> torch.
     """`tensor` on `device`; where it is floating-point, with the stage's own precision."""
     dtype = stage.dtype if tensor.is_floating_point() and stage.dtype is not None else tensor.dtype
     return tensor.to(device, dtype)
+
+
+def laid_out_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the memory format of `like`: a backward pass over two formats takes several times as long."""
+    if like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last):
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
 
 
 class _FullPrecision:

@@ -11,20 +11,23 @@ from gpu_runtime.contest import CLEARLY_FASTER, MAX_ROUNDS, MIN_ROUNDS, Outcome,
 
 
 class Machine:
-    """Candidates with true speeds on a machine whose pace changes; each run takes `run_s` on its clock."""
+    """Candidates with true speeds on a machine whose pace changes; a whole run takes `run_s` on its clock."""
 
     def __init__(
         self, speeds: dict[str, float], pace: Callable[[int], float] = lambda number: 1.0, run_s: float = 1.0
     ) -> None:
         self.speeds, self.pace, self.run_s = speeds, pace, run_s
         self.log: list[str] = []
+        self.now_s = 0.0
 
-    def run(self, name: str) -> float | None:
+    def run(self, name: str, part: float) -> float | None:
+        assert 0.0 < part <= 1.0
         self.log.append(name)
+        self.now_s += part * self.run_s
         return self.speeds[name] * self.pace(len(self.log)) or None
 
     def clock(self) -> float:
-        return len(self.log) * self.run_s
+        return self.now_s
 
     def outcome(self, budget_s: float = 1e9) -> Outcome:
         found = contest(list(self.speeds), self.run, budget_s=budget_s, clock=self.clock)
@@ -81,13 +84,21 @@ def test_what_is_clear_ends_early_and_what_is_close_goes_on() -> None:
     assert lucky.outcome().best == "cpu"
 
 
-@pytest.mark.parametrize("budget_s", [0.5, 2.0, 5.0, 7.0])
-def test_the_budget_holds(budget_s: float) -> None:
+@pytest.mark.parametrize(
+    ("budget_s", "num_rounds"),
+    # A whole round takes two seconds, the first is always finished, and later ones shrink to a quarter.
+    [(0.5, 1), (2.0, 1), (2.4, 1), (2.5, 2), (4.1, 5), (10.0, 5), (14.0, 7), (99.0, MAX_ROUNDS)],
+)
+def test_the_budget_holds_and_a_short_one_shortens_the_rounds(budget_s: float, num_rounds: int) -> None:
     machine = Machine({"cpu": 1.0, "processes": CLEARLY_FASTER})
     found = machine.outcome(budget_s)
-    # A round takes two seconds, and the first is always finished.
-    assert machine.clock() <= max(2.0, budget_s)
-    assert found.num_rounds["cpu"] == max(1, int(budget_s / 2.0))
+    assert machine.clock() <= max(2.0, budget_s) + 1e-9
+    assert found.num_rounds["cpu"] == num_rounds
+
+
+@pytest.mark.parametrize(("faster", "best"), [(1.1, "cpu"), (1.2, "processes")])
+def test_a_single_round_must_show_more(faster: float, best: str) -> None:
+    assert Machine({"cpu": 1.0, "processes": faster}).outcome(budget_s=0.1).best == best
 
 
 def test_candidates_that_cannot_do_the_work_are_missing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,10 @@ from runtime_fakes import Dropping, Normed, Pictures, build, hold, plan_of, star
 
 from gpu_runtime.contracts import TRAINED
 from gpu_runtime.device import discover
+from gpu_runtime.lanes import BACKENDS
+from gpu_runtime.lanes.base import Remaining
+from gpu_runtime.lanes.green import GreenBackend
+from gpu_runtime.lanes.streams import StreamsBackend
 from gpu_runtime.profiler import Profiler, measure
 from gpu_runtime.runtime import EmbeddedRuntime
 from gpu_runtime.settings import SharingSettings
@@ -123,3 +130,30 @@ def test_memory_is_given_back() -> None:
 def test_costs_are_kept_under_the_devices_name() -> None:
     device = discover()
     assert Profiler(budget_s=0.2).cost(Pictures("a"), device) == Profiler(budget_s=0.2).cost(Pictures("b"), device)
+
+
+def flip(self: StreamsBackend, left: Sequence[Remaining]) -> None:
+    """Every lane goes to another stream, each time."""
+    for lane in self._lanes.values():
+        lane.go_to(-3 - lane.priority)
+
+
+@pytest.mark.parametrize("backend", ["streams", "green"])
+def test_a_training_whose_lane_goes_elsewhere_equals_one_that_stays(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := BACKENDS[backend].unavailable(discover()):
+        pytest.skip(reason)
+    monkeypatch.setattr("gpu_runtime.lanes.green.WORTH_MOVING_S", 0.0)
+    monkeypatch.setattr(GreenBackend, "rebalance_s", 0.001)
+    monkeypatch.setattr(StreamsBackend, "rebalance_s", 0.02)
+    monkeypatch.setattr(StreamsBackend, "rebalance", flip)
+    refs = ("pictures", "normed", "rows")
+    plan = plan_of(*refs, num_examples=2000)
+    plan = dataclasses.replace(plan, tasks=(dataclasses.replace(plan.tasks[0], num_examples=60), *plan.tasks[1:]))
+    moved = runtime(backend=backend).train(plan, start_arrays(*refs), hold(*refs))
+    assert any("went to" in note or ", then " in note for note in moved.report.notes)
+    alone = dataclasses.replace(plan, sharing_mode="sequential")
+    expected = runtime().train(alone, start_arrays(*refs), hold(*refs)).arrays
+    for name, array in expected.items():
+        np.testing.assert_allclose(moved.arrays[name], array, rtol=1e-2, atol=1e-3, err_msg=name)

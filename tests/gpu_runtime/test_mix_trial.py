@@ -48,7 +48,7 @@ def test_capacity_is_demand_served_per_second(monkeypatch: pytest.MonkeyPatch) -
         return {"sequential": 2.0, "cpu": 0.5}[name]
 
     monkeypatch.setattr(MixTrials, "_run", run)
-    made = MixTrials(make, trial_s=0.1, use_disk=False)
+    made = MixTrials(make, trial_s=0.16, use_disk=False)
     result = made.result(tasks(Rows("rows"), Pictures("pictures")), ["sequential", "cpu"], CPU)
     assert result is not None
     # Each task 0.5 of the device for 1e-4 s an example, 8 examples a step.
@@ -57,7 +57,7 @@ def test_capacity_is_demand_served_per_second(monkeypatch: pytest.MonkeyPatch) -
     assert result.capacities == pytest.approx({"sequential": served / 2.0, "cpu": served / 0.5})
     assert (result.best, result.capacity) == ("cpu", result.capacities["cpu"])
     assert runs[0] == {0: mix_trial.WARM_UP_STEPS, 1: mix_trial.WARM_UP_STEPS}
-    # A fifth of the time for each run, half of it for each task.
+    # An eighth of the time for each run, half of it for each task.
     assert steps[0] == steps[1] == round(0.02 / (0.5 + 0.5) / 8e-4)
 
 

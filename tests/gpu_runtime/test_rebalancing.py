@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cuda_fakes import FakeCuda, FakeDriver
@@ -423,32 +421,3 @@ def train_started(workload: Pictures) -> TaskTraining:
     work.step()
     work.step()
     return work
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["streams", "green"])
-def test_a_moved_training_equals_one_that_stays(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime_fakes import build, hold, plan_of, start_arrays
-
-    from gpu_runtime.runtime import EmbeddedRuntime
-    from gpu_runtime.settings import SharingSettings
-
-    for module in ("streams", "green"):
-        monkeypatch.setattr(f"gpu_runtime.lanes.{module}.WORTH_MOVING_S", 0.0)
-    monkeypatch.setattr(StreamsBackend, "rebalance_s", 0.001)
-    monkeypatch.setattr(StreamsBackend, "rebalance", flip)
-    monkeypatch.setattr(GreenBackend, "rebalance_s", 0.001)
-    refs = ("pictures", "normed", "rows")
-    runtime = EmbeddedRuntime(build, SharingSettings(backend=backend))
-    plan = plan_of(*refs, num_examples=2000)
-    plan = dataclasses.replace(plan, tasks=(dataclasses.replace(plan.tasks[0], num_examples=60), *plan.tasks[1:]))
-    moved = runtime.train(plan, start_arrays(*refs), hold(*refs))
-    alone = runtime.train(dataclasses.replace(plan, sharing_mode="sequential"), start_arrays(*refs), hold(*refs))
-    for name, array in alone.arrays.items():
-        np.testing.assert_allclose(moved.arrays[name], array, rtol=1e-2, atol=1e-3, err_msg=name)
-
-
-def flip(self: StreamsBackend, left: Sequence[Remaining]) -> None:
-    """Every lane goes to another stream, each time."""
-    for lane in self._lanes.values():
-        lane.go_to(-3 - lane.priority)

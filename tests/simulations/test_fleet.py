@@ -152,3 +152,27 @@ def test_unknown_costs_are_reported_with_the_other_faults() -> None:
     text = faults_of('costs = "nope"\n[[client]]\nname = "a"\nspeed = -1.0')
     assert "no recorded costs 'nope'; there are: cpu-2-cores" in text
     assert "speed" in text
+
+
+def test_a_client_may_have_a_named_link() -> None:
+    fleet = parse_fleet("f", '[[client]]\nname = "phone"\nlink = "4g"\n[[client]]\nname = "desk"\nlatency-ms = 2.0\n')
+    phone, desk = fleet.classes
+    assert phone.uplink_bytes_per_s == 1.25e6
+    assert phone.downlink_bytes_per_s == 3.125e6
+    assert phone.latency_s == 0.035
+    assert phone.emulation is not None
+    assert desk.uplink_bytes_per_s is None
+    assert (desk.latency_s, desk.message_s) == (0.002, 0.0005)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('link = "5g"', "client 'phone': link: no link '5g'"),
+        ('link = "4g"\nlatency-ms = 1.0', "client 'phone': link '4g' says what latency-ms say; give one or the other"),
+    ],
+)
+def test_faulty_links_are_named(line: str, fault: str) -> None:
+    with pytest.raises(FleetError) as caught:
+        parse_fleet("f", f'[[client]]\nname = "phone"\n{line}\n')
+    assert any(fault in each for each in caught.value.faults), caught.value.faults

@@ -474,6 +474,14 @@ def test_round_lines_tell_makespan_metrics_and_idle_time() -> None:
     assert third.split("  ")[1:] == ["idle: fast 0%", "slow 50%", "gone lost"]
 
 
+def test_round_lines_say_who_splits_what() -> None:
+    split = {"split_point": 2, "micro_batches": 8, "encoding": "int8"}
+    client = {"busy_s": 1.0, "tasks": {"digits": {"split": split}, "faces": {"split": None}}}
+    tasks = {name: {"loss": 1.0, "metrics": {}} for name in ("digits", "faces")}
+    lines = list(round_lines({"round": 1, "makespan_s": 1.0, "tasks": tasks, "clients": {"slow": client}}))
+    assert lines[-1] == "  split: digits slow after block 2, 8 x int8"
+
+
 def test_round_lines_name_what_was_not_used() -> None:
     lines = list(round_lines({**ENTRY, "refused": ["client 'gone': lost"]}))
     assert lines[3].endswith("client 'gone': lost")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from gpu_runtime.contracts import ContractError, Profile, to_json
+from gpu_runtime.contracts import BlockCost, ContractError, EncodingCost, Profile, to_json
 from strategies.base import StrategyError, StrategyOptions
 from strategies.inventory import query_profiles
 from strategies.load_assignment import LinearProgramAssigner
@@ -19,6 +19,7 @@ from tests.in_process_grid import InProcessGrid
 from tests.strategies.fakes import TASKS, FakeClient, fake_fleet, initial_arrays, profile_of
 
 GOOD = profile_of("ada", {"blue": (100, 0.01)})
+BLOCK = BlockCost(forward_s=0.1, backward_s=0.2, boundary_bytes=1000)
 
 
 def with_task(**changes: Any) -> Profile:
@@ -56,6 +57,14 @@ BAD: list[tuple[Profile, str]] = [
     (with_cost(solo_cost_s=-0.01), "task 'blue': solo_cost_s must be"),
     (with_cost(solo_cost_s=1e300), "task 'blue': solo_cost_s must be"),
     (with_cost(peak_memory_bytes=-1), "task 'blue': peak_memory_bytes must be"),
+    (with_cost(update_s=-1.0), "task 'blue': update_s must be"),
+    (with_cost(target_bytes=-1), "task 'blue': target_bytes must be"),
+    (with_cost(blocks=(BLOCK, replace(BLOCK, forward_s=-1.0))), "task 'blue': block 1: forward_s must be"),
+    (with_cost(blocks=(replace(BLOCK, backward_call_s=1e300),)), "task 'blue': block 0: backward_call_s must be"),
+    (with_cost(blocks=(replace(BLOCK, boundary_bytes=-1),)), "task 'blue': block 0: boundary_bytes must be"),
+    (with_cost(blocks=(BLOCK,) * 10_000), "task 'blue': blocks must be at most 4096, not 10000"),
+    (replace(GOOD, message_s=-1.0), "message_s must be"),
+    (replace(GOOD, encodings=(EncodingCost(encoding="int8", encode_s=-1.0),)), "encoding 'int8': encode_s must be"),
 ]
 
 

@@ -274,6 +274,32 @@ def test_measured_rates_decide_the_next_round() -> None:
     assert match.points(1)["slow"] is None
 
 
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1e-300, 1e-12, 1e300])
+def test_reports_of_nonsense_end_no_run(value: float) -> None:
+    match = new_match(mode="on")
+    match.clients["slow"].rates = dict.fromkeys(("uplink_bytes_per_s", "downlink_bytes_per_s", "latency_s"), value)
+    match.clients["slow"].device_s = value
+    before = match.strategy.book.link_of("slow")
+    for server_round in (1, 2, 3):
+        match.play(server_round)
+        assert set(match.strategy.round_record().clients) == {"slow", "quick"}
+    assert match.strategy.book.link_of("slow").uplink_bytes_per_s == before.uplink_bytes_per_s
+
+
+def test_a_client_whose_steps_would_take_for_ever_trains_whole() -> None:
+    match = new_match(mode="on")
+    slow = match.clients["slow"].profile
+    (task,) = slow.tasks
+    assert task.cost is not None
+    blocks = tuple(replace(block, boundary_bytes=10**12) for block in task.cost.blocks)
+    slow = replace(slow, uplink_bytes_per_s=1.0, tasks=(replace(task, cost=replace(task.cost, blocks=blocks)),))
+    match.strategy.book.enter([slow, match.clients["quick"].profile])
+    match.play(1)
+    assert match.points()["slow"] is None
+    assert match.points()["quick"] is not None
+    assert "task 'blue' of client 'slow' is not split: a step would take 1e+13 s" in match.refused
+
+
 def test_work_of_the_device_corrects_its_cost() -> None:
     match = new_match(mode="on", point=1)
     slow = match.clients["slow"]

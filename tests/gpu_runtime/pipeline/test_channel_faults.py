@@ -106,7 +106,7 @@ def test_a_cut_link_is_taken_up_again_and_nothing_is_trained_twice(bench: Bench,
 
 
 def test_cuts_at_any_moment(bench: Bench) -> None:
-    """Messages of several pieces, and a link that is cut again and again."""
+    """Messages of several pieces, and a link that is cut again and again (not for ever: a busy machine gets on too)."""
     host = EchoHost()
     _, proxy = bench.serve(host)
     channel = bench.channel(proxy.address)
@@ -114,7 +114,9 @@ def test_cuts_at_any_moment(bench: Bench) -> None:
     stop = threading.Event()
 
     def cut() -> None:
-        while not stop.wait(0.15):
+        for _ in range(12):
+            if stop.wait(0.15):
+                break
             proxy.cut()
 
     cutting = threading.Thread(target=cut)

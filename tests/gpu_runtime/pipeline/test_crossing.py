@@ -59,6 +59,17 @@ def test_the_text_says_what_needs_a_gradient_and_how_it_is_laid_out() -> None:
     assert back[1]["skip"].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_what_stands_in_two_places_crosses_once() -> None:
+    """A block that works in place on one of them changes the other, on both sides of the cut."""
+    once, other = torch.zeros(2), torch.zeros(2)
+    structure, tensors = flatten((once, [other, once]))
+    assert len(tensors) == 2
+    back = unflatten(structure, [torch.ones(2), torch.ones(2)])
+    assert back[0] is back[1][1]
+    assert back[0] is not back[1][0]
+    assert gradients_wanted(structure) == (False, False)
+
+
 class Pair(NamedTuple):
     first: torch.Tensor
 
@@ -76,7 +87,7 @@ def test_what_crosses_is_bounded() -> None:
     with pytest.raises(SplitError, match="nests deeper than 16"):
         flatten(deep)
     with pytest.raises(SplitError, match="too many"):
-        flatten([torch.zeros(1)] * (MAX_TENSORS + 1))
+        flatten([torch.zeros(1) for _ in range(MAX_TENSORS + 1)])
 
 
 def _deep(levels: int) -> str:
@@ -98,6 +109,9 @@ def _deep(levels: int) -> str:
         ('{"__class__":"os.system"}', "of no known kind: '__class__'"),
         ('{"tuple":[{"tensor":""},{"tensor":""}]}', "names more than its 1 tensors"),
         ('{"value":1}', "names fewer than its 1 tensors"),
+        ('{"again":0}', "of no known kind: 'again'"),
+        ('{"tuple":[{"tensor":""},{"again":1}]}', "of no known kind: 'again'"),
+        ('{"tuple":[{"tensor":""},{"again":-1}]}', "of no known kind: 'again'"),
         (_deep(17), "nests deeper than 16"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from local_channel import LocalChannel
-from runtime_fakes import Rows
+from runtime_fakes import Blocks, Rows
 from split_fakes import (
     Dropping,
     Single,
@@ -60,6 +60,61 @@ def test_optimisers_and_overrides(make: Make, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("split_point", [1, 2, 3, 4])
 def test_skip_connections_cross_the_cut(split_point: int) -> None:
     workload = Skipping()
+    split = split_arrays(workload, split_point=split_point, micro_batches=3, num_examples=TWENTY_STEPS)
+    assert distance(split, whole_arrays(workload, num_examples=TWENTY_STEPS)) < 1e-10
+
+
+class Frozen(Split):
+    """Some blocks are frozen, and the optimiser is given what is left: for one of the halves that is nothing."""
+
+    def __init__(self, *frozen: int) -> None:
+        super().__init__(make=lambda p, lr: torch.optim.SGD([each for each in p if each.requires_grad], lr, 0.9))
+        self.frozen = frozen
+
+    def blocks(self) -> nn.Module:
+        model = super().blocks()
+        for index in self.frozen:
+            model.blocks[index].requires_grad_(False)
+        return model
+
+
+@pytest.mark.parametrize(("frozen", "split_point"), [((0,), 1), ((0, 1), 2), ((0, 1), 1), ((3,), 3), ((2, 3), 1)])
+def test_a_half_that_is_frozen(frozen: tuple[int, ...], split_point: int) -> None:
+    workload = Frozen(*frozen)
+    split = split_arrays(workload, split_point=split_point, micro_batches=3, num_examples=TWENTY_STEPS)
+    assert distance(split, whole_arrays(workload, num_examples=TWENTY_STEPS)) < 1e-10
+
+
+class InPlace(nn.Module):
+    """Works in place on the first of its inputs, and nothing but its code says so."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, state: Any) -> torch.Tensor:
+        first, second = state if isinstance(state, tuple) else (state, 0.0)
+        return self.body(nn.functional.relu_(first) + second)
+
+
+class Twice(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs, inputs
+
+
+class Hidden(Split):
+    def blocks(self) -> nn.Module:
+        body = nn.Sequential(nn.Tanh(), nn.Linear(8, 3))
+        return Blocks(nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), Twice(), InPlace(body))
+
+
+class Plain(Split):
+    def blocks(self) -> nn.Module:
+        return Blocks(nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), InPlace(nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize(("workload", "split_point"), [(Hidden(), 1), (Hidden(), 2), (Plain(), 1)])
+def test_blocks_that_work_in_place_unannounced(workload: Split, split_point: int) -> None:
     split = split_arrays(workload, split_point=split_point, micro_batches=3, num_examples=TWENTY_STEPS)
     assert distance(split, whole_arrays(workload, num_examples=TWENTY_STEPS)) < 1e-10
 

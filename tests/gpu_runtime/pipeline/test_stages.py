@@ -16,6 +16,7 @@ from gpu_runtime.pipeline.stages import (
     DeviceStage,
     ServerStage,
     block_names,
+    changing_state,
     loaded_stage,
     stage_precision,
     unsplittable,
@@ -106,3 +107,42 @@ def test_float16_trains_in_full_precision() -> None:
     assert notes == ("split training is in full precision instead of float16",)
     assert not precision.scales_losses
     assert stage_precision(Half("half"), CPU)[1] == ()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return inputs
+
+
+class Masking(nn.Module):
+    """Makes its buffer in the first pass, as tables of positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(inputs.shape[1:])
+        return inputs * self.mask
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        (Counting(), "blocks.1.passes"),
+        (nn.InstanceNorm2d(1, track_running_stats=True), "blocks.1.running_mean"),
+        (nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 16, 3)), "blocks.1.parametrizations.weight.0._u"),
+        (Masking(), ""),
+        (nn.BatchNorm2d(1), "blocks.1.running_mean"),
+        (nn.Dropout(), ""),
+    ],
+)
+def test_buffers_that_change_with_every_pass_are_found(block: nn.Module, key: str) -> None:
+    reason = changing_state(Blocks(nn.Tanh(), block), torch.rand(2, 1, 4, 4))
+    assert reason.startswith(f"{key!r} changes with every forward pass") if key else reason == ""
