@@ -22,7 +22,7 @@ from gpu_runtime.pipeline.encoding import EncodingError
 from gpu_runtime.pipeline.frames import Frame, Malformed, write
 from gpu_runtime.pipeline.messages import end_message, failure_message, read_key
 from gpu_runtime.pipeline.session import ProtocolError, RefusedError, SessionEnd, SessionKey, SplitError
-from gpu_runtime.pipeline.wire import ADMIN_SERVICE, read_admin_frame, same_token
+from gpu_runtime.pipeline.wire import ADMIN_SERVICE, WRONG_TOKEN, read_admin_frame, same_token
 from gpu_runtime.work import one_line as error_line
 
 _MAX_DEADLINE_S = 3600.0
@@ -183,7 +183,7 @@ def _authorised(frame: Frame | Malformed, token: str) -> Frame:
     if isinstance(frame, Malformed):
         raise ProtocolError(frame.text)
     if not same_token(frame.message.token, token):
-        raise RefusedError("wrong token")
+        raise RefusedError(WRONG_TOKEN)
     return frame
 
 
