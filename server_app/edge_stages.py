@@ -70,7 +70,7 @@ class EdgeStages(ServerStageSource):
 
         Raises:
             SettingsError: one of them is wrong.
-            StageError: the edge server cannot be reached, or serves nobody else now.
+            StageError: the edge server cannot be reached.
         """
         try:
             # Nothing is open yet: this does nothing, but for who may not call.
@@ -90,7 +90,9 @@ class EdgeStages(ServerStageSource):
         except SplitError as error:
             if str(error) == WRONG_TOKEN:
                 raise SettingsError([f"{self._named(error)}: see {TOKEN_VARIABLE} here and there"]) from error
-            raise StageError(self._named(error)) from error
+            # One that is full now need not be so when a round comes.
+            if not isinstance(error, RefusedError):
+                raise StageError(self._named(error)) from error
 
     def costs(self) -> tuple[dict[str, TaskCost], tuple[str, ...]]:
         """Costs on the edge server's device of the tasks that can be measured there, and why others cannot.

@@ -17,6 +17,7 @@ import pytest
 
 from gpu_runtime.pipeline.channel import GrpcChannel
 from server_app.checkpoint import load_weights
+from server_app.edge_server import _parser
 from server_app.edge_stages import EdgeStages
 from server_app.settings import SettingsError
 from tests.server_app.edge_process import (
@@ -278,3 +279,10 @@ def test_garbage_and_half_open_connections_harm_nobody(tmp_path: Path, edge: Edg
     finally:
         for each in sockets:
             each.close()
+
+
+def test_the_page_on_it_names_every_option() -> None:
+    page = (ROOT / "docs" / "edge-server.md").read_text()
+    options = {option for action in _parser()._actions for option in action.option_strings} - {"-h", "--help"}
+    assert {option for option in options if f"`{option}" not in page and f" {option} " not in page} == set()
+    assert all(name in page for name in TOKENS)
