@@ -69,8 +69,7 @@ def _split(
     from server_app.split_service import split_service
 
     virtual = getattr(federation, "server_costs", lambda: None)()
-    costs = evaluator.costs() if virtual is None else virtual
-    return split_service(settings, history.folder.name, evaluator.tasks, costs)
+    return split_service(settings, history.folder.name, evaluator, virtual, history.note)
 
 
 def _settings(context: Context) -> Settings:

@@ -47,6 +47,7 @@ class Evaluator:
     def __init__(self, refs: Sequence[str], data: DataSettings, sharing: SharingSettings) -> None:
         self._held = [HeldTask(ref=ref, data=data.spec(Partition())) for ref in refs]
         self.tasks: dict[str, Task] = {task.name: task for task in (build(held.ref, held.data) for held in self._held)}
+        self.held: dict[str, HeldTask] = dict(zip(self.tasks, self._held, strict=True))
         self._name_of = dict(zip(refs, self.tasks, strict=True))
         self._seed = data.seed
         self._sharing = sharing

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.contracts import SplitAccess, TaskCost, split_key
+from gpu_runtime.contracts import SplitAccess, TaskCost, one_line, split_key
 from gpu_runtime.device import discover
 from gpu_runtime.pipeline.halves import ServerHalf
 from gpu_runtime.pipeline.server_stage import ServerStages
@@ -23,13 +22,17 @@ from gpu_runtime.pipeline.service import ServiceSettings, SplitServer
 from gpu_runtime.pipeline.session import SessionKey, SplitError
 from gpu_runtime.pipeline.stage_device import StageDevice
 from gpu_runtime.workload import Workload
+from server_app.edge_stages import EdgeStages
+from server_app.evaluation import Evaluator
 from server_app.settings import Settings, SettingsError
+from server_app.split_secrets import read_pem, tokens
 from strategies.server_stages import ServerStageSource, StageError
 from strategies.split_plan import SplitService
 from strategies.split_settings import SplitSettings
 from tasks.base import Task
 
-TOKEN_VARIABLE, ADMIN_TOKEN_VARIABLE = "PACELINE_SPLIT_TOKEN", "PACELINE_SPLIT_ADMIN_TOKEN"
+# A round's halves are collected when its replies are in.
+MARGIN_S = 600.0
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
@@ -67,21 +70,41 @@ class HostedStages(ServerStageSource):
 
 @contextlib.contextmanager
 def split_service(
-    settings: Settings, run: str, tasks: Mapping[str, Task], costs: Mapping[str, TaskCost]
+    settings: Settings,
+    run: str,
+    evaluator: Evaluator,
+    costs: Mapping[str, TaskCost] | None,
+    note: Callable[[str], None],
 ) -> Iterator[SplitService]:
-    """The service of a run, for as long as the context lasts.
+    """The service of a run, for as long as the context lasts: an edge server's where settings name one.
 
     Args:
         settings: of the run.
         run: its name.
-        tasks: by name.
-        costs: of each task on the service's device.
+        evaluator: has its tasks.
+        costs: of each task on the service's device; None to measure them.
+        note: told what the user should know: an edge server that cannot be had.
 
     Raises:
-        SettingsError: a certificate or key that cannot be read.
+        SettingsError: a certificate or key that cannot be read, a token that is missing or wrong.
         OSError: the address cannot be listened on.
     """
+    where = _edge if settings.split.address else _hosted
+    with where(settings, run, evaluator, costs, note) as service:
+        yield service
+
+
+@contextlib.contextmanager
+def _hosted(
+    settings: Settings,
+    run: str,
+    evaluator: Evaluator,
+    costs: Mapping[str, TaskCost] | None,
+    note: Callable[[str], None],
+) -> Iterator[SplitService]:
     split = settings.split
+    if costs is None:
+        costs = evaluator.costs()
     device = StageDevice(discover(settings.sharing.cores), deterministic=settings.training.deterministic)
     host = ServerStages(device, max_sessions=split.max_sessions)
     token = secrets.token_urlsafe(32)
@@ -97,15 +120,51 @@ def split_service(
         try:
             yield SplitService(
                 access=access_of(split, run, _public_address(split, server.address), token),
-                stages=HostedStages(run, host, tasks),
+                stages=HostedStages(run, host, evaluator.tasks),
                 costs=costs,
-                block_names=block_names(tasks),
+                block_names=block_names(evaluator.tasks),
             )
         finally:
             server.close()
     finally:
         host.close()
         device.close()
+
+
+@contextlib.contextmanager
+def _edge(
+    settings: Settings,
+    run: str,
+    evaluator: Evaluator,
+    costs: Mapping[str, TaskCost] | None,
+    note: Callable[[str], None],
+) -> Iterator[SplitService]:
+    split = settings.split
+    try:
+        token, admin_token = tokens()
+    except ValueError as error:
+        raise SettingsError([f"split.address is set: {error}"]) from None
+    # Others may use the edge server, also from other SuperLinks: a run there has a name that nobody can guess.
+    access = access_of(split, f"{run}-{secrets.token_hex(8)}", split.address, token)
+    stages = EdgeStages(access, admin_token, evaluator.held, keep_s=2 * settings.run.round_timeout_s + MARGIN_S)
+    try:
+        try:
+            stages.check()
+            if costs is None:
+                costs, faults = stages.costs()
+                for fault in faults:
+                    note(fault)
+        except StageError as error:
+            note(one_line(f"nothing is split {'in this run' if costs is None else 'until it is back'}: {error}"))
+            costs = {} if costs is None else costs
+        yield SplitService(
+            access=access,
+            stages=stages,
+            costs=costs,
+            block_names=block_names(evaluator.tasks),
+        )
+    finally:
+        stages.close()
 
 
 def service_settings(split: SplitSettings) -> ServiceSettings:
@@ -143,27 +202,19 @@ def block_names(tasks: Mapping[str, Task]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def token_from(variable: str) -> str:
-    """A secret from the environment.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ValueError(f"the environment variable {variable} must hold the token of the split service")
-    return token
-
-
 def _read(path: str) -> bytes | None:
-    if not path:
-        return None
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise SettingsError([f"{path} cannot be read: {error.strerror or error}"]) from error
+        return read_pem(path)
+    except ValueError as error:
+        raise SettingsError([str(error)]) from None
 
 
 def _public_address(split: SplitSettings, address: str) -> str:
     host, _, port = address.rpartition(":")
     return f"{split.public_host or host}:{port}"
+
+
+if __name__ == "__main__":
+    from server_app.edge_server import main
+
+    sys.exit(main())

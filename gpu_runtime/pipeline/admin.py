@@ -1,57 +1,54 @@
 """An edge server's work for a strategy elsewhere: start weights in, trained halves out, rounds forgotten, over gRPC.
 
-`admin_handler` goes into a `service.SplitServer`; `EdgeClient` calls it. What holds the stages is a `StageStore`.
+`admin_handler` goes into a `service.SplitServer`; `edge_client.EdgeClient` calls it. What holds the stages is a
+`StageStore`.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
-import torch
 
-from gpu_runtime.contracts import one_line
+from gpu_runtime.contracts import ContractError, DataSpec, HeldTask, Profile, from_json, to_json
 from gpu_runtime.pipeline import split_pb2 as pb
-from gpu_runtime.pipeline.encoding import EncodingError, decode, encode
-from gpu_runtime.pipeline.frames import Assembler, Frame, Malformed, Message, pieces, write
-from gpu_runtime.pipeline.messages import (
-    end_message,
-    failure_message,
-    key_message,
-    read_end,
-    read_failure,
-    read_key,
-    read_tensors,
-    tensor_buffers,
-    tensor_headers,
-)
-from gpu_runtime.pipeline.session import (
-    LinkError,
-    ProtocolError,
-    RefusedError,
-    SessionEnd,
-    SessionKey,
-    SplitError,
-)
-from gpu_runtime.pipeline.wire import ADMIN_SERVICE, connect, read_admin_frame, same_token
+from gpu_runtime.pipeline.bundles import arrays_of, assemble, bundle_frames
+from gpu_runtime.pipeline.encoding import EncodingError
+from gpu_runtime.pipeline.frames import Frame, Malformed, write
+from gpu_runtime.pipeline.messages import end_message, failure_message, read_key
+from gpu_runtime.pipeline.session import ProtocolError, RefusedError, SessionEnd, SessionKey, SplitError
+from gpu_runtime.pipeline.wire import ADMIN_SERVICE, WRONG_TOKEN, read_admin_frame, same_token
 from gpu_runtime.work import one_line as error_line
 
-MAX_BUNDLE_BYTES = 2 << 30
 _MAX_DEADLINE_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """The `spec` of `PreparedStages`, as `contracts.to_json` writes it.
+
+    Attributes:
+        attempt: at the round; another one takes the place of all that is there of the round.
+        data: what the task is built with.
+        keep_s: seconds after which the round may be forgotten, should nobody release it.
+    """
+
+    attempt: int
+    data: DataSpec
+    keep_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedStages:
     """What the server stages of one task of a round start from.
 
-    `reference` names the task in the registry, `spec` is JSON text that says how to build its model without data;
-    `arrays` are the start weights by parameter name.
+    `reference` names the task in the registry, `spec` is the JSON text of a `StageSpec`; `arrays` are the start weights
+    by parameter name.
     """
 
     run: str
@@ -93,64 +90,9 @@ class StageStore(ABC):
     def release(self, run: str, server_round: int) -> None:
         """Forget the round: its start weights, its sessions and what they trained. Harmless for unknown rounds."""
 
-
-class EdgeClient:
-    """A `StageStore` on another machine.
-
-    Args:
-        address: "host:port" of its service.
-        token: the admin token.
-        certificate: PEM of the authority that signed the service's certificate; empty for a plain connection.
-        deadline_s: seconds a call may take.
-
-    All calls raise LinkError when the service cannot be reached or does not answer in time, and what the store raises.
-    """
-
-    def __init__(self, address: str, token: str, *, certificate: str = "", deadline_s: float = 300.0) -> None:
-        self._token = token
-        self._deadline_s = deadline_s
-        self._channel = connect(address, certificate)
-
-        def call(kind: Callable[..., Any], name: str) -> Callable[..., Any]:
-            made: Callable[..., Any] = kind(
-                f"/{ADMIN_SERVICE}/{name}", request_serializer=write, response_deserializer=read_admin_frame
-            )
-            return made
-
-        self._prepare = call(self._channel.stream_unary, "Prepare")
-        self._collect = call(self._channel.unary_stream, "Collect")
-        self._release = call(self._channel.unary_unary, "Release")
-
-    def prepare(self, stages: PreparedStages) -> None:
-        """See `StageStore.prepare`. Raises EncodingError for arrays that cannot be sent."""
-        header = pb.Bundle(
-            run=stages.run,
-            server_round=stages.server_round,
-            task=stages.task,
-            reference=stages.reference,
-            spec=stages.spec,
-        )
-        frames = _bundle_frames(header, stages.arrays, self._token)
-        with _link_errors():
-            _check(self._prepare(iter(frames), timeout=self._deadline_s))
-
-    def collect(self, key: SessionKey) -> TrainedStage:
-        """See `StageStore.collect`."""
-        request = Frame(pb.AdminFrame(token=self._token, collect=key_message(key)))
-        with _link_errors():
-            message = _assemble(self._collect(request, timeout=self._deadline_s))
-        return TrainedStage(arrays=_arrays_of(message), end=read_end(message.header.end))
-
-    def release(self, run: str, server_round: int) -> None:
-        """See `StageStore.release`."""
-        round_id = pb.RoundId(run=run, server_round=server_round)
-        request = Frame(pb.AdminFrame(token=self._token, release=round_id))
-        with _link_errors():
-            _check(self._release(request, timeout=self._deadline_s))
-
-    def close(self) -> None:
-        """Calls under way fail."""
-        self._channel.close()
+    @abstractmethod
+    def measure(self, held: Sequence[HeldTask]) -> Profile:
+        """What training these tasks costs on the service's device. Those that cannot be measured are in `errors`."""
 
 
 def admin_handler(store: StageStore, token: str, hello_s: float = 10.0) -> grpc.GenericRpcHandler:
@@ -167,7 +109,7 @@ def admin_handler(store: StageStore, token: str, hello_s: float = 10.0) -> grpc.
                 first = _authorised(next(requests, Malformed("an empty stream")), token)
             finally:
                 silence.cancel()
-            message = _assemble(_chain(first, requests))
+            message = assemble(_chain(first, requests))
             header: pb.Bundle = message.header
             stages = PreparedStages(
                 run=header.run,
@@ -175,7 +117,7 @@ def admin_handler(store: StageStore, token: str, hello_s: float = 10.0) -> grpc.
                 task=header.task,
                 reference=header.reference,
                 spec=header.spec,
-                arrays=_arrays_of(message),
+                arrays=arrays_of(message),
             )
             store.prepare(stages)
             return Frame(pb.AdminFrame())
@@ -186,7 +128,7 @@ def admin_handler(store: StageStore, token: str, hello_s: float = 10.0) -> grpc.
     def collect(request: Frame | Malformed, context: grpc.ServicerContext) -> Iterator[Frame]:
         def work() -> list[Frame]:
             stage = store.collect(read_key(_authorised(request, token).message.collect))
-            return _bundle_frames(pb.Bundle(end=end_message(stage.end)), stage.arrays)
+            return bundle_frames(pb.Bundle(end=end_message(stage.end)), stage.arrays)
 
         answer = _answered(context, work)
         yield from answer if isinstance(answer, list) else [answer]
@@ -200,11 +142,24 @@ def admin_handler(store: StageStore, token: str, hello_s: float = 10.0) -> grpc.
         answer: Frame = _answered(context, work)
         return answer
 
+    def measure(request: Frame | Malformed, context: grpc.ServicerContext) -> Frame:
+        def work() -> Frame:
+            texts = _authorised(request, token).message.measure.tasks
+            try:
+                held = [from_json(HeldTask, text) for text in texts]
+            except ContractError as error:
+                raise ProtocolError(str(error)) from None
+            return Frame(pb.AdminFrame(measured=pb.Measured(profile=to_json(store.measure(held)))))
+
+        answer: Frame = _answered(context, work)
+        return answer
+
     codec = {"request_deserializer": read_admin_frame, "response_serializer": write}
     handlers = {
         "Prepare": grpc.stream_unary_rpc_method_handler(prepare, **codec),
         "Collect": grpc.unary_stream_rpc_method_handler(collect, **codec),
         "Release": grpc.unary_unary_rpc_method_handler(release, **codec),
+        "Measure": grpc.unary_unary_rpc_method_handler(measure, **codec),
     }
     return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
 
@@ -228,75 +183,10 @@ def _authorised(frame: Frame | Malformed, token: str) -> Frame:
     if isinstance(frame, Malformed):
         raise ProtocolError(frame.text)
     if not same_token(frame.message.token, token):
-        raise RefusedError("wrong token")
+        raise RefusedError(WRONG_TOKEN)
     return frame
 
 
 def _chain(first: Frame, rest: Iterable[Frame | Malformed]) -> Iterator[Frame | Malformed]:
     yield first
     yield from rest
-
-
-def _bundle_frames(header: pb.Bundle, arrays: Mapping[str, np.ndarray], token: str = "") -> list[Frame]:
-    tensors = []
-    for name, array in arrays.items():
-        try:
-            tensors.append(encode(torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape)), "fp32"))
-        except (EncodingError, TypeError) as error:
-            raise EncodingError(f"array {name!r}: {error}") from None
-    header.names.extend(arrays)
-    header.tensors.extend(tensor_headers(tensors))
-    frames = []
-    for piece, parts in pieces(tensor_buffers(tensors)):
-        if not piece.number:
-            piece.bundle.CopyFrom(header)
-        frames.append(Frame(pb.AdminFrame(token="" if piece.number else token, piece=piece), parts))
-    return frames
-
-
-def _assemble(frames: Iterable[Frame | Malformed]) -> Message:
-    """Exactly one message."""
-    assembler = Assembler("bundle", MAX_BUNDLE_BYTES)
-    message = None
-    for frame in frames:
-        _check(frame)
-        assert isinstance(frame, Frame)
-        if message is not None or not frame.message.HasField("piece"):
-            raise ProtocolError("a stream of arrays holds something else")
-        message = assembler.add(frame.message.piece, frame.payload)
-    if message is None:
-        raise ProtocolError("a stream of arrays ends too early")
-    return message
-
-
-def _arrays_of(message: Message) -> dict[str, np.ndarray]:
-    header: pb.Bundle = message.header
-    tensors = read_tensors(header.tensors, message.payload)
-    if len(header.names) != len(tensors) or len(set(header.names)) != len(tensors):
-        raise ProtocolError(f"{len(tensors)} arrays with {len(set(header.names))} different names")
-    arrays = {}
-    for name, tensor in zip(header.names, tensors, strict=True):
-        if tensor is None:
-            raise ProtocolError(f"array {one_line(name)!r} is absent")
-        try:
-            arrays[name] = decode(tensor).numpy()
-        except (EncodingError, TypeError) as error:
-            raise ProtocolError(f"array {one_line(name)!r}: {error}") from None
-    return arrays
-
-
-def _check(frame: Frame | Malformed) -> None:
-    if isinstance(frame, Malformed):
-        raise ProtocolError(frame.text)
-    if frame.message.HasField("failure"):
-        raise read_failure(frame.message.failure)
-
-
-@contextmanager
-def _link_errors() -> Iterator[None]:
-    """gRPC's errors as LinkError."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()
-        raise LinkError(f"the edge server does not answer: {code.name}: {one_line(error.details() or '')}") from None

@@ -31,8 +31,8 @@ class _Round:
     """One open round: what sessions start from, those that run, and the halves that wait for collection."""
 
     attempt: int
-    workloads: Mapping[str, Workload]
-    arrays: Mapping[str, Mapping[str, np.ndarray]]
+    workloads: dict[str, Workload]
+    arrays: dict[str, Mapping[str, np.ndarray]]
     sessions: dict[SessionKey, ServerSession] = field(default_factory=dict)
     halves: dict[SessionKey, ServerHalf] = field(default_factory=dict)
 
@@ -69,7 +69,10 @@ class ServerStages(StageHost):
         workloads: Mapping[str, Workload],
         arrays: Mapping[str, Mapping[str, np.ndarray]],
     ) -> None:
-        """Serve sessions of a round from now on. Another attempt at the round goes with all that it has trained.
+        """Serve sessions of these tasks from now on.
+
+        Where the round is open at the same attempt they come beside its other tasks, or in the place of those of the
+        same name. Another attempt goes with all that it has trained.
 
         Args:
             run, server_round, attempt: which round; sessions have to name the same.
@@ -79,11 +82,23 @@ class ServerStages(StageHost):
         Raises:
             SplitError: too many rounds are open.
         """
-        self.release(run, server_round)
+        opened = self._rounds.get((run, server_round))
+        if opened is not None and opened.attempt != attempt:
+            self.release(run, server_round)
         with self._lock:
-            if len(self._rounds) >= self._max_rounds:
-                raise SplitError(f"{len(self._rounds)} rounds are open; release some")
-            self._rounds[run, server_round] = _Round(attempt=attempt, workloads=dict(workloads), arrays=dict(arrays))
+            opened = self._rounds.get((run, server_round))
+            if opened is None:
+                if len(self._rounds) >= self._max_rounds:
+                    raise SplitError(f"{len(self._rounds)} rounds are open; release some")
+                opened = self._rounds[run, server_round] = _Round(attempt=attempt, workloads={}, arrays={})
+            replaced = [key for key in opened.sessions if key.task in workloads]
+            sessions = [opened.sessions.pop(key) for key in replaced]
+            for key in [key for key in opened.halves if key.task in workloads]:
+                del opened.halves[key]
+            opened.workloads.update(workloads)
+            opened.arrays.update(arrays)
+        for session in sessions:
+            session.abandon()
 
     def open(self, spec: SessionSpec) -> StageSession:
         key = spec.key
@@ -150,6 +165,9 @@ class ServerStages(StageHost):
     def _session(self, opened: _Round, spec: SessionSpec) -> ServerSession:
         key = spec.key
         made: list[ServerSession] = []
+        with self._lock:
+            self._round_of(key)
+            workload, arrays = opened.workloads[key.task], opened.arrays[key.task]
 
         def current() -> bool:
             """Whether the session still counts; not after its round was released or another took its place."""
@@ -170,8 +188,8 @@ class ServerStages(StageHost):
         try:
             session = ServerSession(
                 spec=spec,
-                workload=opened.workloads[key.task],
-                arrays=opened.arrays[key.task],
+                workload=workload,
+                arrays=arrays,
                 device=self._device,
                 keep=keep,
                 ended=ended,
@@ -181,7 +199,9 @@ class ServerStages(StageHost):
         made.append(session)
         with self._lock:
             other = opened.sessions.get(key)
-            gone = self._rounds.get((key.run, key.server_round)) is not opened
+            gone = (
+                self._rounds.get((key.run, key.server_round)) is not opened or opened.arrays.get(key.task) is not arrays
+            )
             if not gone:
                 opened.sessions[key] = session
         if gone:

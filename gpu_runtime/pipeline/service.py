@@ -29,7 +29,14 @@ from gpu_runtime.pipeline.session import (
     SplitError,
     StageHost,
 )
-from gpu_runtime.pipeline.wire import MAX_PADDING_BYTES, SERVER_OPTIONS, SERVICE, read_client_frame, same_token
+from gpu_runtime.pipeline.wire import (
+    MAX_PADDING_BYTES,
+    SERVER_OPTIONS,
+    SERVICE,
+    WRONG_TOKEN,
+    read_client_frame,
+    same_token,
+)
 from gpu_runtime.work import one_line
 
 _LOG = logging.getLogger(__name__)
@@ -224,7 +231,7 @@ class SplitServer:
 
     def _hello(self, stream: Stream, hello: pb.Hello) -> None:
         if not same_token(hello.token, self._token):
-            raise RefusedError("wrong token")
+            raise RefusedError(WRONG_TOKEN)
         if stream.session is not None:
             raise ProtocolError("a second Hello")
         spec = read_spec(hello.spec)

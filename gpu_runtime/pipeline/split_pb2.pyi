@@ -229,13 +229,27 @@ class RoundId(_message.Message):
     server_round: int
     def __init__(self, run: _Optional[str] = ..., server_round: _Optional[int] = ...) -> None: ...
 
+class Measure(_message.Message):
+    __slots__ = ("tasks",)
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tasks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Measured(_message.Message):
+    __slots__ = ("profile",)
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    profile: str
+    def __init__(self, profile: _Optional[str] = ...) -> None: ...
+
 class AdminFrame(_message.Message):
-    __slots__ = ("token", "piece", "collect", "release", "failure", "padding", "payload")
+    __slots__ = ("token", "piece", "collect", "release", "failure", "measure", "measured", "padding", "payload")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     COLLECT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     token: str
@@ -243,6 +257,8 @@ class AdminFrame(_message.Message):
     collect: SessionKey
     release: RoundId
     failure: Failure
+    measure: Measure
+    measured: Measured
     padding: bytes
     payload: bytes
-    def __init__(self, token: _Optional[str] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., collect: _Optional[_Union[SessionKey, _Mapping]] = ..., release: _Optional[_Union[RoundId, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., collect: _Optional[_Union[SessionKey, _Mapping]] = ..., release: _Optional[_Union[RoundId, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...

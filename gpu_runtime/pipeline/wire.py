@@ -13,6 +13,7 @@ from gpu_runtime.pipeline.frames import MAX_FRAME_BYTES, reader, write
 
 SERVICE, ADMIN_SERVICE = "paceline.split.Split", "paceline.split.SplitAdmin"
 MAX_PADDING_BYTES = 1 << 20
+WRONG_TOKEN = "wrong token"
 
 read_client_frame = reader(pb.ClientFrame)
 read_server_frame = reader(pb.ServerFrame)

@@ -3,7 +3,7 @@
 import datetime
 import ipaddress
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -16,9 +16,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from echo_host import EchoHost, check_step, key, run_step, spec
 
+from gpu_runtime.contracts import DataSpec, HeldTask, Profile, TaskProfile
 from gpu_runtime.pipeline import split_pb2 as pb
-from gpu_runtime.pipeline.admin import EdgeClient, PreparedStages, StageStore, TrainedStage, admin_handler
+from gpu_runtime.pipeline.admin import PreparedStages, StageStore, TrainedStage, admin_handler
 from gpu_runtime.pipeline.channel import Deadlines, GrpcChannel
+from gpu_runtime.pipeline.edge_client import EdgeClient
 from gpu_runtime.pipeline.encoding import EncodingError
 from gpu_runtime.pipeline.frames import Frame, write
 from gpu_runtime.pipeline.service import SplitServer
@@ -65,6 +67,10 @@ class FakeStore(StageStore):
             raise ZeroDivisionError("bug")
         self.released.append((run, server_round))
 
+    def measure(self, held: Sequence[HeldTask]) -> Profile:
+        profiles = tuple(TaskProfile(task=each.ref, num_examples=1, batch_size=2) for each in held)
+        return Profile(client="edge", device="test", num_cores=1, clock="measured", tasks=profiles)
+
 
 @pytest.fixture
 def store() -> FakeStore:
@@ -107,6 +113,11 @@ def test_start_weights_go_in_and_trained_halves_come_out(store: FakeStore, edge:
     assert store.released == [("run", 3)]
 
 
+def test_costs_are_asked_for_by_reference_and_data(edge: EdgeClient) -> None:
+    held = [HeldTask(ref="digits", data=DataSpec(seed=3)), HeldTask(ref="my_pkg:Mine", data=DataSpec())]
+    assert [task.task for task in edge.measure(held).tasks] == ["digits", "my_pkg:Mine"]
+
+
 def test_sessions_and_admin_calls_share_a_port(server: SplitServer, edge: EdgeClient) -> None:
     edge.release("run", 2)
     with closing(GrpcChannel(server.address, TOKEN)) as channel:
@@ -130,6 +141,7 @@ def test_admin_calls_need_the_admin_token(store: FakeStore, server: SplitServer,
             lambda: client.prepare(STAGES),
             lambda: client.collect(key()),
             lambda: client.release("run", 3),
+            lambda: client.measure([]),
         ):
             with pytest.raises(RefusedError, match="wrong token"):
                 call()
@@ -171,6 +183,17 @@ def test_calls_without_a_deadline_and_silent_calls_are_ended(server: SplitServer
             prepare(never, timeout=20)
         over.set()
         assert caught.value.code() != grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_tasks_to_measure_are_checked(server: SplitServer) -> None:
+    with closing(connect(server.address, "")) as channel:
+        measure = channel.unary_unary(
+            f"/{ADMIN_SERVICE}/Measure", request_serializer=write, response_deserializer=read_admin_frame
+        )
+        request = pb.AdminFrame(token=ADMIN_TOKEN, measure=pb.Measure(tasks=['{"kind": "Plan"}']))
+        failure = measure(Frame(request), timeout=30).message.failure
+    assert failure.kind == "protocol"
+    assert "HeldTask" in failure.text
 
 
 @pytest.mark.parametrize("total_bytes", [4 << 30, 12])

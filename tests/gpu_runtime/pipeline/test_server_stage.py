@@ -240,6 +240,27 @@ def test_releasing_a_round_drops_its_sessions_and_halves() -> None:
         stages.open(spec_of(attempt=1)).abandon()
 
 
+def test_a_task_comes_beside_those_of_the_same_attempt() -> None:
+    other = Split("other")
+    with service(Split()) as stages:
+        trained(stages).finish(END)
+        stages.open_round("run", 3, 0, {"other": other}, {"other": arrays_of(other)})
+        stages.open(spec_of("other")).abandon()
+        assert stages.collect(key_of("split")).num_steps == 2
+
+
+def test_a_task_that_is_set_again_starts_anew() -> None:
+    with service(Split()) as stages:
+        trained(stages).finish(END)
+        stages.open_round("run", 3, 0, {"split": Split()}, {"split": arrays_of(Split(), seed=2)})
+        with pytest.raises(SplitError, match="has no trained half"):
+            stages.collect(key_of("split"))
+        session = trained(stages)
+        stages.open_round("run", 3, 0, {"split": Split()}, {"split": arrays_of(Split())})
+        with pytest.raises(SplitError):
+            session.finish(END)
+
+
 def test_a_full_service_refuses() -> None:
     device = StageDevice(Device(name="test", kind="cpu", num_cores=1))
     one, two, three = Split("one"), Split("two"), Split("three")
