@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from gpu_runtime.contracts import SplitAccess, TaskCost, split_key
+from gpu_runtime.contracts import SplitAccess, TaskCost, one_line, split_key
 from gpu_runtime.device import discover
 from gpu_runtime.pipeline.halves import ServerHalf
 from gpu_runtime.pipeline.server_stage import ServerStages
@@ -78,10 +79,11 @@ def split_service(
         costs: of each task on the service's device.
 
     Raises:
-        SettingsError: a certificate or key that cannot be read.
+        SettingsError: certificates or a key that cannot be read or used.
         OSError: the address cannot be listened on.
     """
     split = settings.split
+    certificate, key = _certificate(split)
     device = StageDevice(discover(settings.sharing.cores), deterministic=settings.training.deterministic)
     host = ServerStages(device, max_sessions=split.max_sessions)
     token = secrets.token_urlsafe(32)
@@ -89,9 +91,9 @@ def split_service(
         server = SplitServer(
             host,
             token,
-            address=f"{split.listen}:{split.port}",
-            certificate=_read(split.certificate),
-            key=_read(split.private_key),
+            address=f"{_in_address(split.listen)}:{split.port}",
+            certificate=certificate,
+            key=key,
             settings=service_settings(split),
         )
         try:
@@ -164,6 +166,34 @@ def _read(path: str) -> bytes | None:
         raise SettingsError([f"{path} cannot be read: {error.strerror or error}"]) from error
 
 
+def _certificate(split: SplitSettings) -> tuple[bytes | None, bytes | None]:
+    """Certificate and key, once it is clear that TLS can use them, and clients what they are to trust.
+
+    gRPC does not say what it does not like about them.
+    """
+    certificate, key, authority = _read(split.certificate), _read(split.private_key), _read(split.ca_certificate)
+    faults = []
+    if certificate is not None and key is not None:
+        try:
+            # Asked for a passphrase, it would wait for a keyboard.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(split.certificate, split.private_key, lambda: "")
+        except (OSError, ValueError) as error:
+            faults.append(f"split.certificate and split.private-key are no certificate and its key: {error}")
+    if authority is not None:
+        try:
+            ssl.create_default_context(cadata=authority.decode("ascii"))
+        except (OSError, ValueError) as error:
+            faults.append(f"split.ca-certificate holds no certificate: {error}")
+    if faults:
+        raise SettingsError([one_line(fault) for fault in faults])
+    return certificate, key
+
+
 def _public_address(split: SplitSettings, address: str) -> str:
     host, _, port = address.rpartition(":")
-    return f"{split.public_host or host}:{port}"
+    return f"{_in_address(split.public_host) or host}:{port}"
+
+
+def _in_address(host: str) -> str:
+    """A host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
