@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
@@ -86,7 +87,7 @@ def split_service(
         note: told what the user should know: an edge server that cannot be had.
 
     Raises:
-        SettingsError: a certificate or key that cannot be read, a token that is missing or wrong.
+        SettingsError: certificates or a key that cannot be read or used, a token that is missing or wrong.
         OSError: the address cannot be listened on.
     """
     where = _edge if settings.split.address else _hosted
@@ -103,6 +104,7 @@ def _hosted(
     note: Callable[[str], None],
 ) -> Iterator[SplitService]:
     split = settings.split
+    certificate, key = _certificate(split)
     if costs is None:
         costs = evaluator.costs()
     device = StageDevice(discover(settings.sharing.cores), deterministic=settings.training.deterministic)
@@ -112,9 +114,9 @@ def _hosted(
         server = SplitServer(
             host,
             token,
-            address=f"{split.listen}:{split.port}",
-            certificate=_read(split.certificate),
-            key=_read(split.private_key),
+            address=f"{_in_address(split.listen)}:{split.port}",
+            certificate=certificate,
+            key=key,
             settings=service_settings(split),
         )
         try:
@@ -209,9 +211,37 @@ def _read(path: str) -> bytes | None:
         raise SettingsError([str(error)]) from None
 
 
+def _certificate(split: SplitSettings) -> tuple[bytes | None, bytes | None]:
+    """Certificate and key, once it is clear that TLS can use them, and clients what they are to trust.
+
+    gRPC does not say what it does not like about them.
+    """
+    certificate, key, authority = _read(split.certificate), _read(split.private_key), _read(split.ca_certificate)
+    faults = []
+    if certificate is not None and key is not None:
+        try:
+            # Asked for a passphrase, it would wait for a keyboard.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(split.certificate, split.private_key, lambda: "")
+        except (OSError, ValueError) as error:
+            faults.append(f"split.certificate and split.private-key are no certificate and its key: {error}")
+    if authority is not None:
+        try:
+            ssl.create_default_context(cadata=authority.decode("ascii"))
+        except (OSError, ValueError) as error:
+            faults.append(f"split.ca-certificate holds no certificate: {error}")
+    if faults:
+        raise SettingsError([one_line(fault) for fault in faults])
+    return certificate, key
+
+
 def _public_address(split: SplitSettings, address: str) -> str:
     host, _, port = address.rpartition(":")
-    return f"{split.public_host or host}:{port}"
+    return f"{_in_address(split.public_host) or host}:{port}"
+
+
+def _in_address(host: str) -> str:
+    """A host as it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ MODES = (OFF, ON, AUTO)
 # What may cross the cut: one encoding, or any of them, whichever is fastest.
 ANY = "any"
 MAX_DEADLINE_S = 86_400.0
+# Of clip and of noise: their product is far within float32.
+MAX_PRIVACY = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +47,18 @@ class SplitSettings:
         "split.min-depth", 1, "privacy: least blocks that stay on the device", minimum=1, maximum=10_000
     )
     activation_clip: float = setting(
-        "split.activation-clip", 0.0, "privacy: largest L2 norm of an example's activations; 0: none", minimum=0.0
+        "split.activation-clip",
+        0.0,
+        "privacy: largest L2 norm of an example's activations; 0: none",
+        minimum=0.0,
+        maximum=MAX_PRIVACY,
     )
     activation_noise: float = setting(
-        "split.activation-noise", 0.0, "privacy: Gaussian noise on them, in multiples of the clip", minimum=0.0
+        "split.activation-noise",
+        0.0,
+        "privacy: Gaussian noise on them, in multiples of the clip",
+        minimum=0.0,
+        maximum=MAX_PRIVACY,
     )
     fallback: bool = setting(
         "split.fallback", True, "send whole models, so that a client without a link to the service trains whole"
@@ -90,6 +100,8 @@ class SplitSettings:
             found.append("split.activation-noise is in multiples of split.activation-clip, which is 0")
         if bool(self.certificate) != bool(self.private_key):
             found.append("split.certificate and split.private-key go together: give both, or none")
+        if self.ca_certificate and not (self.certificate or self.address):
+            found.append("split.ca-certificate has clients ask for TLS: without split.certificate there is none")
         if self.address and not _is_address(self.address):
             found.append(f"split.address must be host:port, not {self.address!r}")
         if self.address and (self.certificate or self.port):

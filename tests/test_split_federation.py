@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from server_app.settings import SettingsError
 from server_app.split_service import HostedStages
 from tests.test_federation import GARAGE, assert_equal, federate
 
@@ -116,3 +118,28 @@ def test_measured_seconds_over_the_fleets_links(tmp_path: Path) -> None:
         assert split["device_s"] > 0
         assert split["bytes_down"] > 0
     assert summary["final"]["tiny-digits"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"certificate": "bad.pem", "private_key": "bad.pem"}, "split.certificate and split.private-key are no"),
+        ({"certificate": "none.pem", "private_key": "bad.pem"}, "none.pem cannot be read: No such file"),
+    ],
+)
+def test_certificates_are_checked_before_anybody_waits_for_them(
+    tmp_path: Path, settings: dict[str, str], complaint: str
+) -> None:
+    (tmp_path / "bad.pem").write_bytes(bytes(range(256)))
+    changes = {f"split__{key}": str(tmp_path / name) for key, name in settings.items()}
+    with pytest.raises(SettingsError, match=complaint):
+        federate(tmp_path, **DIGITS, **changes)
+
+
+def test_an_ipv6_address_to_listen_on(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    _, summary = federate(tmp_path, **DIGITS, rounds=1, split__listen="::1")
+    assert all(each["tiny-digits"] for each in splits(summary).values())

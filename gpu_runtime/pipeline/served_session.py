@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpu_runtime.pipeline import split_pb2 as pb
@@ -33,15 +34,17 @@ class Superseded(Exception):
 
 
 class Stream:
-    """One connection: frames on their way out. `session` is None until it has said Hello."""
+    """One connection: frames on their way out. `session` is None until it has said Hello; `cancel` breaks it off."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, cancel: Callable[[], object] = lambda: None) -> None:
+        self.cancel = cancel
         self.assembler = Assembler("activation", max_message_bytes)
         self.session: ServedSession | None = None
         self.heard_s = time.monotonic()
         self.num_queued = 0
         self._num_sent = 0
         self.held_up = False
+        self._taken_s: float | None = None
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
     def push(self, frame: Frame) -> None:
@@ -58,11 +61,23 @@ class Stream:
 
     def take(self, timeout_s: float | None) -> Frame | None:
         """The next frame to send; None at the end. Raises queue.Empty."""
+        self._taken_s = None
         frame = self._frames.get(timeout=timeout_s)
+        self._taken_s = time.monotonic()
         if frame is not None and frame.message.HasField("piece"):
             piece = frame.message.piece
             self._num_sent += piece.number == piece.count - 1
         return frame
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long the frame taken last has been on its way out; 0 where none is."""
+        taken_s = self._taken_s
+        return now_s - taken_s if taken_s is not None else 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames pushed and not yet taken."""
+        return self._frames.qsize()
 
     @property
     def num_unsent(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ from gpu_runtime.work import one_line
 _LOG = logging.getLogger(__name__)
 _PADDING = bytes(MAX_PADDING_BYTES)
 _SPARE_STREAMS = 8
+# Frames that a device may leave unread before it sends the next ping.
+_MAX_WAITING = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class ServiceSettings:
         max_message_bytes: largest micro-batch.
         hello_s: seconds a connection has for saying who it is.
         message_s: seconds between two pieces of a message.
-        idle_s: seconds a device may be silent when it is its turn.
+        idle_s: seconds a device may be silent when it is its turn, or leave a frame on its way untaken.
         resume_s: seconds that a session without connection is kept for.
     """
 
@@ -118,9 +121,9 @@ class SplitServer:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
-        except RuntimeError as error:
+        except RuntimeError:
             self._pool.shutdown()
-            raise OSError(f"the split service cannot listen on {address}: {error}") from None
+            raise OSError(f"the split service cannot listen on {address}: {_why_not(address)}") from None
         self.port = port
         self.address = f"{where}:{port}"
         self._janitor = threading.Thread(target=self._clean_up, name="split-janitor", daemon=True)
@@ -155,7 +158,7 @@ class SplitServer:
 
     def _train(self, requests: Iterator[Frame | Malformed], context: grpc.ServicerContext) -> Iterator[Frame]:
         """What gRPC calls for a stream; runs in one of its threads, which becomes the one that writes."""
-        stream = Stream(self._settings.max_message_bytes)
+        stream = Stream(self._settings.max_message_bytes, context.cancel)
         if not context.add_callback(stream.end):
             return
         thread = threading.Thread(target=self._read, args=(stream, requests), name="split-reader", daemon=True)
@@ -219,6 +222,8 @@ class SplitServer:
             ping = frame.message.ping
             if not 0 <= ping.reply_bytes <= MAX_PADDING_BYTES:
                 raise ProtocolError(f"a ping that asks for {ping.reply_bytes} bytes")
+            if stream.num_waiting > _MAX_WAITING:
+                raise ProtocolError(f"{stream.num_waiting} frames wait to be read")
             padding = (memoryview(_PADDING)[: ping.reply_bytes],) if ping.reply_bytes else ()
             stream.push(Frame(pb.ServerFrame(pong=pb.Pong(number=ping.number)), padding))
         elif kind == "finish":
@@ -292,8 +297,25 @@ class SplitServer:
                 silent_s, session = now_s - stream.heard_s, stream.session
                 if stream.assembler.started and silent_s > settings.message_s:
                     self._fail(stream, LinkError(f"half a message, and nothing for {silent_s:.1f} s"))
-                if session is None or not session.waiting:
+                if session is None:
+                    continue
+                if (stuck_s := stream.stuck_s(now_s)) > settings.idle_s:
+                    self._fail(stream, LinkError(f"the device has taken nothing for {stuck_s:.1f} s"))
+                    stream.cancel()  # it would not take that either
+                if not session.waiting:
                     continue
                 silent_s = min(silent_s, now_s - session.quiet_since_s)
                 if silent_s > settings.idle_s:
                     self._fail(stream, LinkError(f"the device has been silent for {silent_s:.1f} s"))
+
+
+def _why_not(address: str) -> str:
+    """Why nobody can listen there, which gRPC keeps to itself."""
+    host, _, port = address.rpartition(":")
+    try:
+        ((family, *_, where), *_) = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind(where)
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return "the certificate and its key cannot be used"

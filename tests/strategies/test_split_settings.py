@@ -21,6 +21,7 @@ def test_the_defaults_have_no_fault_and_split_nothing() -> None:
         ({"point": 1, "min_depth": 2}, "split.point 1 is below split.min-depth 2, the privacy floor"),
         ({"activation_noise": 0.1}, "split.activation-noise is in multiples of split.activation-clip, which is 0"),
         ({"certificate": "/a.pem"}, "split.certificate and split.private-key go together"),
+        ({"ca_certificate": "/a.pem"}, "split.ca-certificate has clients ask for TLS"),
         ({"address": "edge"}, "split.address must be host:port, not 'edge'"),
         ({"address": "edge:0"}, "split.address must be host:port, not 'edge:0'"),
         ({"address": "edge:9100", "port": 9100}, "split.address names a service elsewhere"),

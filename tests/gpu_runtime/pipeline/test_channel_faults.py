@@ -316,6 +316,11 @@ def test_garbage_in_place_of_a_frame(service: SplitServer, garbage: bytes) -> No
     check_served(service)
 
 
+def test_an_address_in_use_is_named_with_the_cause(service: SplitServer) -> None:
+    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
+        SplitServer(EchoHost(), TOKEN, address=service.address)
+
+
 def test_garbage_in_place_of_a_connection(service: SplitServer) -> None:
     host, _, port = service.address.rpartition(":")
     for garbage in (
@@ -451,6 +456,26 @@ def test_gradients_that_nobody_takes_do_not_pile_up(bench: Bench) -> None:
         for step in range(50):
             raw.send(*(frame for index in range(4) for frame in activation_frames(activation(step, index, 4, big))))
         assert "before the gradients" in raw.failure().text
+
+
+def test_a_device_that_takes_nothing_is_given_up(bench: Bench) -> None:
+    """Its stream is broken off too: what waits to be sent is memory."""
+    host = EchoHost()
+    server, _ = bench.serve(host, idle_s=0.5, resume_s=0.5)
+    with closing(RawStream(server.address, spec=spec())) as raw:
+        big = torch.zeros(2, 1 << 20)  # beyond what gRPC takes for a device that does not read
+        raw.send(*(frame for index in range(4) for frame in activation_frames(activation(0, index, 4, big))))
+        assert host.sessions[0].abandoned.wait(20)
+        wait_for(lambda: not server._streams)
+    check_served(server)
+
+
+def test_answers_to_pings_do_not_pile_up(service: SplitServer) -> None:
+    with closing(RawStream(service.address, spec=spec())) as raw:
+        ping = Frame(pb.ClientFrame(ping=pb.Ping(number=1, reply_bytes=1 << 20)))
+        raw.send(*[ping] * 5000)
+        wait_for(lambda: not service.num_sessions)
+    check_served(service)
 
 
 def test_closing_the_service_ends_all_threads(bench: Bench) -> None:
