@@ -25,12 +25,14 @@ def measure_blocks(
     batch: Batch,
     budget_s: float,
     wait_for_device: Callable[[], None],
+    clock: Callable[[], float] | None = None,
 ) -> tuple[BlockCost, ...]:
     """Cost of each block, of a call and per example, from a few passes; the loss counts to the last block.
 
     The passes take turns with the whole batch and a quarter of it. A batch of less than three examples, or with
     tensors that are not per example, says nothing of what a call costs whatever its size: then that is 0.
-    Empty for a model without `blocks`. Gradients are left in the model.
+    Empty for a model without `blocks`. Gradients are left in the model. Blocks are timed by
+    `clock`, in real seconds by default; `budget_s` is in real seconds.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) == 0:
@@ -43,7 +45,7 @@ def measure_blocks(
             break
         for part, done in zip(batches, passes, strict=True):
             model.zero_grad(set_to_none=True)
-            done.append(_one_pass(list(blocks), loss, part, wait_for_device))
+            done.append(_one_pass(list(blocks), loss, part, wait_for_device, clock or time.perf_counter))
     sizes = [num_examples_in(part) for part in batches]
     costs = []
     for index in range(len(blocks)):
@@ -85,6 +87,7 @@ def _one_pass(
     loss: Callable[[Any, Any], torch.Tensor],
     batch: Batch,
     wait_for_device: Callable[[], None],
+    clock: Callable[[], float],
 ) -> list[tuple[float, float, int]]:
     """Forward seconds, backward seconds and output bytes of each block, cut apart at the boundaries."""
     inputs, targets = batch
@@ -93,21 +96,21 @@ def _one_pass(
     for index, block in enumerate(blocks):
         value = map_tensors(_leaf, value) if index > 0 else value
         ins.append(value)
-        started = time.perf_counter()
+        started = clock()
         value = block(value)
         if index == len(blocks) - 1:
             result = loss(value, targets)
         wait_for_device()
-        forward_s.append(time.perf_counter() - started)
+        forward_s.append(clock() - started)
         outs.append(value)
     backward_s = [0.0] * len(blocks)
     roots, gradients = [result], [torch.ones_like(result)]
     for index in reversed(range(len(blocks))):
-        started = time.perf_counter()
+        started = clock()
         if roots:
             torch.autograd.backward(roots, gradients)
         wait_for_device()
-        backward_s[index] = time.perf_counter() - started
+        backward_s[index] = clock() - started
         if index > 0:
             # A boundary tensor and the leaf made from it, where the later block has used it.
             pairs = list(zip(_tensors(outs[index - 1]), _tensors(ins[index]), strict=True))

@@ -6,8 +6,8 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from gpu_runtime.contracts import (
     MEASURED,
     TRAINED,
     Emulation,
-    EncodingCost,
     HeldTask,
     Plan,
     Profile,
@@ -40,24 +39,17 @@ from gpu_runtime.lanes.mps import MpsBackend
 from gpu_runtime.lanes.processes import ProcessBackend
 from gpu_runtime.lanes.sequential import SequentialBackend
 from gpu_runtime.mix_trial import MixTask, MixTrials
-from gpu_runtime.pipeline.encoding_costs import measure_encodings
-from gpu_runtime.pipeline.grpc_channels import GrpcChannels
-from gpu_runtime.pipeline.probe import measure_link
-from gpu_runtime.pipeline.session import Channel, SplitError
+from gpu_runtime.pipeline.device_end import ChannelFactory, DeviceEnd
 from gpu_runtime.pipeline.split_training import SplitTraining
-from gpu_runtime.pipeline.stages import changing_state, unsplittable
 from gpu_runtime.profile_cache import MixResult
 from gpu_runtime.profiler import Profiler, operators
-from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.settings import SharingSettings
 from gpu_runtime.trainings import Training, arrays_by_task, trainings_of
 from gpu_runtime.virtual_resource import OperatorDemand
 from gpu_runtime.work import Work, one_line
 from gpu_runtime.workers.pool import WorkerPool
-from gpu_runtime.workload import Workload, WorkloadFactory
+from gpu_runtime.workload import WorkloadFactory
 from gpu_runtime.workload_cache import WorkloadCache
-
-ChannelFactory = Callable[[SplitAccess, Emulation | None], Channel]
 
 DEFAULT_SHARING = SharingSettings()
 # What a step may take to come back when the runtime is closed.
@@ -178,8 +170,7 @@ class EmbeddedRuntime(Runtime):
         channel_factory: ChannelFactory | None = None,
     ) -> None:
         self._sharing = sharing
-        self._channel_factory = channel_factory
-        self._channels = GrpcChannels()
+        self._device_end = DeviceEnd(channel_factory)
         self._profiler = Profiler(budget_s=budget_s)
         self._working = threading.Lock()
         self._cancel = threading.Event()
@@ -187,8 +178,6 @@ class EmbeddedRuntime(Runtime):
         self._workers = WorkerPool(factory)
         self._mixes = MixTrials(lambda name: choose(name, "competitive", self.device, self._workers), trial_s=budget_s)
         self._costs: dict[tuple[str, int], TaskCost] = {}
-        self._unsplittable: dict[str, str] = {}
-        self._encodings: tuple[EncodingCost, ...] | None = None
         self._device: Device | None = None
 
     @property
@@ -230,7 +219,7 @@ class EmbeddedRuntime(Runtime):
                             num_examples=len(workload.train_examples()),
                             batch_size=workload.batch_size,
                             cost=cost,
-                            unsplittable=self._why_unsplittable(workload),
+                            unsplittable=self._device_end.why_unsplittable(workload),
                         )
                     )
                 except Exception as error:  # a user's task may raise anything; the others go on
@@ -246,7 +235,9 @@ class EmbeddedRuntime(Runtime):
                 memory_bytes=self.device.memory_bytes,
                 errors=tuple(errors),
             )
-            return self._with_link(profile, access, emulation) if measure and access is not None else profile
+            if measure and access is not None:
+                profile = self._device_end.with_link(profile, access, emulation, self.device.torch_device)
+            return profile
 
     def train(
         self,
@@ -268,7 +259,7 @@ class EmbeddedRuntime(Runtime):
                 self.device,
                 remote=backend.remote,
                 emulation=emulation,
-                channel=lambda access: self._channel(plan.client, access, emulation),
+                channel=lambda access: self._device_end.channel(plan.client, access, emulation),
             )
             options = LaneOptions(mode=plan.sharing_mode, deterministic=plan.deterministic, trace=plan.trace)
             plans = {each.task: each for each in plan.tasks}
@@ -381,7 +372,7 @@ class EmbeddedRuntime(Runtime):
         with self._working:
             self._workloads.clear()
             self._costs.clear()
-            self._unsplittable.clear()
+            self._device_end.clear()
             self._mixes.clear()
             self._workers.close()
 
@@ -423,45 +414,6 @@ class EmbeddedRuntime(Runtime):
     def _evaluation_backend(self) -> str:
         """Batches are large in evaluation: threads do not fight for the interpreter, and workers have no weights."""
         return AUTO if self._sharing.backend in (ProcessBackend.name, MpsBackend.name) else self._sharing.backend
-
-    def _channel(
-        self, client: str, access: SplitAccess, emulation: Emulation | None, *, probe: bool = False
-    ) -> Channel:
-        if self._channel_factory is not None:
-            return self._channel_factory(access, emulation)
-        return self._channels.channel(client, access, emulation, probe=probe)
-
-    def _with_link(self, profile: Profile, access: SplitAccess, emulation: Emulation | None) -> Profile:
-        """`profile` with what the link to the split service can do. Nothing can be split where there is none."""
-        if self._encodings is None:
-            self._encodings = apart(lambda: measure_encodings(self.device.torch_device))
-        try:
-            link = measure_link(
-                self._channel(profile.client, access, emulation, probe=True), access.run, profile.client
-            )
-        except SplitError as error:
-            tasks = tuple(replace(task, unsplittable=task.unsplittable or str(error)) for task in profile.tasks)
-            return replace(profile, tasks=tasks)
-        return replace(
-            profile,
-            uplink_bytes_per_s=link.uplink_bytes_per_s,
-            downlink_bytes_per_s=link.downlink_bytes_per_s,
-            latency_s=link.latency_s,
-            message_s=link.message_s,
-            encodings=self._encodings,
-        )
-
-    def _why_unsplittable(self, workload: Workload) -> str:
-        """Of the workload's model, kept: models are not built for this twice."""
-        if workload.name not in self._unsplittable:
-            with seeded_draws(0, torch.device("cpu")):
-                model = workload.build_model()
-            reason = unsplittable(model.train())
-            if not reason:
-                inputs, _ = workload.synthetic_batch(2, torch.Generator().manual_seed(0))
-                reason = changing_state(model, inputs)
-            self._unsplittable[workload.name] = reason
-        return self._unsplittable[workload.name]
 
     def _load(self, work: Work, plan: TaskPlan | None = None) -> TaskLoad:
         """What is known of the cost of some work; unprofiled tasks count as equal per example, until they run."""

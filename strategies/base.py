@@ -6,13 +6,11 @@ Subclasses say how loads are assigned and how one task's updates are aggregated.
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -23,7 +21,6 @@ from gpu_runtime.contracts import (
     Profile,
     Report,
     SplitAccess,
-    TaskPlan,
     one_line,
     split_key,
     to_json,
@@ -31,15 +28,16 @@ from gpu_runtime.contracts import (
 from gpu_runtime.pipeline.planner import Choice
 from strategies import replies as checks
 from strategies.aggregation import mean_loss
+from strategies.dispatch import SentRound, Transfer, clocks_s, content_of, plan_of, transfer
 from strategies.evaluation import average_metrics
 from strategies.inventory import query_profiles
-from strategies.load_assignment import Assignment, LoadAssigner, LoadProblem
+from strategies.load_assignment import LoadAssigner, LoadProblem
 from strategies.options import StrategyError, StrategyOptions
 from strategies.outliers import without_outliers
 from strategies.profiles import ProfileBook
 from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle_fraction
 from strategies.replies import CheckedReply, NDArray, Update
-from strategies.split_plan import Choices, SplitPlanner, SplitService, split_fields
+from strategies.split_plan import SplitPlanner, SplitService
 from strategies.split_settings import SplitSettings
 
 __all__ = ["ClientRecord", "ClientTaskRecord", "MultiTaskStrategy", "RoundRecord", "StrategyError", "StrategyOptions"]
@@ -53,42 +51,6 @@ MAX_REASONS = 3
 
 class TaskKeptError(Exception):
     """A task's updates cannot be aggregated this round: its weights stay, and the record gives this text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Transfer:
-    """Seconds a client's arrays take to it and back, as far as its link is known."""
-
-    download_s: float
-    upload_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """A round under way: what was sent to whom. `messages` by client name."""
-
-    server_round: int
-    attempt: int
-    plans: Mapping[str, Plan]
-    messages: Mapping[str, Message]
-    arrays: Mapping[str, NDArray]
-    transfers: Mapping[str, _Transfer]
-    assignment: Assignment
-    choices: Choices
-    notes: tuple[str, ...]
-    started_s: tuple[float, float]
-
-    def seconds_since(self) -> float:
-        """No client's clock can have counted more since the round was sent.
-
-        The monotonic clock stands still while this machine sleeps, the other may be set; with room for drift.
-        """
-        passed_s = max(now_s - then_s for now_s, then_s in zip(_clocks_s(), self.started_s, strict=True))
-        return 1.01 * passed_s + 1.0
-
-
-def _clocks_s() -> tuple[float, float]:
-    return time.monotonic(), time.time()
 
 
 class MultiTaskStrategy(Strategy):
@@ -114,7 +76,7 @@ class MultiTaskStrategy(Strategy):
         self.evaluation_notes: tuple[str, ...] = ()
         self.book = ProfileBook(sharing_mode=options.sharing_mode)
         self._node_of: dict[str, int] = {}
-        self._round: _Round | None = None
+        self._round: SentRound | None = None
         self._record: RoundRecord | None = None
         self._split: SplitPlanner | None = None
 
@@ -235,12 +197,21 @@ class MultiTaskStrategy(Strategy):
         else:
             assignment = self.assigner.assign(problem)
         plans = {
-            client: self._plan(server_round, attempt, client, loads, choices.get(client, {}))
+            client: plan_of(
+                self.options,
+                self.tasks,
+                server_round=server_round,
+                attempt=attempt,
+                client=client,
+                loads=loads,
+                choices=choices.get(client, {}),
+                access=self.split_access,
+            )
             for client, loads in sorted(assignment.loads.items())
         }
         plans = dict(self.adjust_plans(server_round, arrays, config, plans, grid))
         messages = {client: self._message(plan, arrays, config) for client, plan in plans.items()}
-        self._round = _Round(
+        self._round = SentRound(
             server_round=server_round,
             attempt=attempt,
             plans=plans,
@@ -250,7 +221,7 @@ class MultiTaskStrategy(Strategy):
             assignment=assignment,
             choices=choices,
             notes=(*notes, *split_notes),
-            started_s=_clocks_s(),
+            started_s=clocks_s(),
         )
         return list(messages.values())
 
@@ -309,7 +280,7 @@ class MultiTaskStrategy(Strategy):
             return []
         messages = []
         for client in self._present(grid):
-            content = self._content(set(self._tasks_of(client)), arrays, config, server_round)
+            content = content_of(self._tasks_of(client), arrays, config, server_round)
             messages.append(Message(content, dst_node_id=self._node_of[client], message_type="evaluate"))
         return messages
 
@@ -354,35 +325,32 @@ class MultiTaskStrategy(Strategy):
         nodes = set(grid.get_node_ids())
         return sorted(client for client, node in self._node_of.items() if node in nodes and self._tasks_of(client))
 
-    def _learn(self, current: _Round, client: str, report: Report) -> None:
+    def _learn(self, current: SentRound, client: str, report: Report) -> None:
         """Correct what is known of a client by what it reports."""
-        transfer, mine = current.transfers[client], current.choices.get(client, {})
-        self.book.learn(report, download_s=transfer.download_s, upload_s=transfer.upload_s, planned_split=mine.keys())
+        link, mine = current.transfers[client], current.choices.get(client, {})
+        self.book.learn(report, download_s=link.download_s, upload_s=link.upload_s, planned_split=mine.keys())
         if self._split is not None and mine:
             self._split.learn(self.book, report, mine)
 
-    def _transfer(self, client: str, arrays: ArrayRecord, choices: Mapping[str, Choice]) -> _Transfer:
-        profile = self.book.profile(client)
+    def _transfer(self, client: str, arrays: ArrayRecord, choices: Mapping[str, Choice]) -> Transfer:
         mine = self._tasks_of(client)
         whole = sum(len(array.data) for key, array in arrays.items() if split_key(key)[0] in mine)
-        halves = sum(
-            len(arrays[key].data)
-            for task, choice in choices.items()
-            if self._split is not None and choice.split_point is not None
-            for key in self._split.server_keys(task, choice.split_point, arrays)
-        )
-        fallback = self._split is None or self._split.service.access.fallback
-        latency_s = profile.latency_s or 0.0
+        points = {task: choice.split_point for task, choice in choices.items() if choice.split_point is not None}
+        halves = sum(len(arrays[key].data) for key in self._server_keys(points, arrays))
+        fallback = self.split_access is None or self.split_access.fallback
+        return transfer(self.book.profile(client), whole if fallback else whole - halves, whole - halves)
 
-        def seconds(num_bytes: int, rate: float | None) -> float:
-            return latency_s + (num_bytes / rate if rate else 0.0)
-
-        return _Transfer(
-            download_s=seconds(whole if fallback else whole - halves, profile.downlink_bytes_per_s),
-            upload_s=seconds(whole - halves, profile.uplink_bytes_per_s),
+    def _server_keys(self, split_points: Mapping[str, int], keys: Iterable[str]) -> frozenset[str]:
+        """Those of the arrays' `keys` that the split service has when tasks are split at these points."""
+        keys = tuple(keys)
+        return frozenset(
+            key
+            for task, point in split_points.items()
+            if self._split is not None
+            for key in self._split.server_keys(task, point, keys)
         )
 
-    def _problem(self, transfers: Mapping[str, _Transfer], held: Mapping[str, int]) -> LoadProblem:
+    def _problem(self, transfers: Mapping[str, Transfer], held: Mapping[str, int]) -> LoadProblem:
         return LoadProblem(
             clients=tuple(
                 self.book.load_of(client, link_s=transfer.download_s + transfer.upload_s)
@@ -394,54 +362,14 @@ class MultiTaskStrategy(Strategy):
             sharing_mode=self.options.sharing_mode,
         )
 
-    def _plan(
-        self,
-        server_round: int,
-        attempt: int,
-        client: str,
-        loads: Mapping[str, int],
-        choices: Mapping[str, Choice],
-    ) -> Plan:
-        options = self.options
-        return Plan(
-            client=client,
-            server_round=server_round,
-            seed=options.seed,
-            tasks=tuple(
-                TaskPlan(
-                    task=task,
-                    num_examples=loads[task],
-                    learning_rate=options.learning_rates.get(task),
-                    batch_size=options.batch_sizes.get(task),
-                    **split_fields(choices.get(task)),
-                )
-                for task in self.tasks
-                if task in loads
-            ),
-            sharing_mode=options.sharing_mode,
-            deterministic=options.deterministic,
-            deadline_s=options.round_deadline_s or None,
-            attempt=attempt,
-            trace=options.trace,
-            split=self.split_access if choices.keys() & loads.keys() else None,
-        )
-
     def _message(self, plan: Plan, arrays: ArrayRecord, config: ConfigRecord) -> Message:
-        content = self._content({task.task for task in plan.tasks}, arrays, config, plan.server_round)
-        if self._split is not None and plan.split is not None and not plan.split.fallback:
-            for task in plan.tasks:
-                if task.split_point is not None:
-                    for key in self._split.server_keys(task.task, task.split_point, arrays):
-                        del content.array_records["arrays"][key]
+        points = {task.task: task.split_point for task in plan.tasks if task.split_point is not None}
+        left_out = self._server_keys(points, arrays) if plan.split is not None and not plan.split.fallback else ()
+        content = content_of({task.task for task in plan.tasks}, arrays, config, plan.server_round, left_out)
         content.config_records["config"]["plan"] = to_json(plan)
         return Message(content, dst_node_id=self._node_of[plan.client], message_type="train")
 
-    def _content(self, tasks: set[str], arrays: ArrayRecord, config: ConfigRecord, server_round: int) -> RecordDict:
-        """Records of their own for each client: Flower's messages that share one would all change with it."""
-        mine = ArrayRecord({key: array for key, array in arrays.items() if split_key(key)[0] in tasks})
-        return RecordDict({"arrays": mine, "config": ConfigRecord({**config, "server-round": server_round})})
-
-    def _check_replies(self, current: _Round, replies: Iterable[Message]) -> tuple[list[CheckedReply], list[str]]:
+    def _check_replies(self, current: SentRound, replies: Iterable[Message]) -> tuple[list[CheckedReply], list[str]]:
         """Every planned client's reply, checked, in the order of names; and a line for each reply nobody asked for."""
         by_message = {message.metadata.message_id: client for client, message in current.messages.items()}
         by_node = {self._node_of[client]: client for client in current.messages}
@@ -484,7 +412,7 @@ class MultiTaskStrategy(Strategy):
         clocks = [self.book.profile(client).clock for client in clients]
         return VIRTUAL if 2 * clocks.count(VIRTUAL) > len(clocks) else MEASURED
 
-    def _round_record(self, current: _Round, checked: Sequence[CheckedReply], more: Iterable[str]) -> RoundRecord:
+    def _round_record(self, current: SentRound, checked: Sequence[CheckedReply], more: Iterable[str]) -> RoundRecord:
         clients = {reply.client: reply.record for reply in checked}
         makespan_s = max((client.busy_s for client in clients.values()), default=0.0)
         costed = self.book.is_costed()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flwr.app import Array
 
@@ -292,14 +291,3 @@ class SplitPlanner:
             downlink_s=choice.downlink_step_s * per_step,
             server_s=choice.server_step_s * per_step * demand,
         )
-
-
-def split_fields(choice: Choice | None) -> dict[str, Any]:
-    """What a choice says in a TaskPlan."""
-    if choice is None:
-        return {}
-    return {
-        "split_point": choice.split_point,
-        "micro_batches": choice.micro_batches,
-        "encoding": choice.encoding,
-    }

@@ -117,7 +117,7 @@ class ServerSession(StageSession):
 
     def train(self, activation: Activation) -> Gradient:
         try:
-            done = self._device.run(self, lambda: self._train(activation), progress=self._progress)
+            done = self._device.run(self, lambda: self._train(activation), progress=self._progress, steady=True)
         except SplitError:
             self.abandon()
             raise

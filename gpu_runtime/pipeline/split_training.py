@@ -29,7 +29,14 @@ from gpu_runtime.pipeline.session import (
     SplitError,
 )
 from gpu_runtime.pipeline.stage_optimizer import StageOptimizer
-from gpu_runtime.pipeline.stages import CutError, DeviceStage, SeededForward, loaded_stage, stage_precision
+from gpu_runtime.pipeline.stages import (
+    CutError,
+    DeviceStage,
+    SeededForward,
+    laid_out_as,
+    loaded_stage,
+    stage_precision,
+)
 from gpu_runtime.randomness import sample_batches, seed_of
 from gpu_runtime.state import dump_state
 from gpu_runtime.training import Origin, TaskTraining, check_plan
@@ -302,7 +309,7 @@ class SplitTraining(Work):
                 shapes = f"{list(received.shape)} for an activation of shape {list(tensor.shape)}"
                 raise ProtocolError(f"a gradient came with shape {shapes}")
             outputs.append(tensor)
-            gradients.append(received)
+            gradients.append(laid_out_as(tensor, received))
         if outputs:
             torch.autograd.backward(outputs, gradients)
 

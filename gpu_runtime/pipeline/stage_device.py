@@ -18,6 +18,7 @@ from gpu_runtime.pipeline.session import SplitError
 
 # Streams that sessions share on CUDA: each waits for the host now and then, and the others fill its gaps.
 NUM_STREAMS = 4
+WIDTH_TRIALS, RETRY_WIDTH_EVERY, RATE_SMOOTHING = 3, 100, 0.5
 
 T = TypeVar("T")
 
@@ -37,6 +38,41 @@ class _Job:
     work: Callable[[], Any]
     future: Future[Any]
     progress: float
+    steady: bool
+
+
+class _Width:
+    """How many cores the steady work of a lone session takes: all or one, whichever was faster.
+
+    All cores are not always faster: small stages, or a neighbour that preempts one of the threads, for which the others
+    wait. Both are tried, and the slower one again now and then.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        self._tried: dict[int, int] = {}
+        self._rates: dict[int, float] = {}
+        self._num_done = 0
+
+    def next(self) -> int:
+        for width in (self._cores, 1):
+            if self._tried.get(width, 0) < WIDTH_TRIALS:
+                return width
+        if self._num_done % RETRY_WIDTH_EVERY == 0:
+            return self._cores if self.best == 1 else 1
+        return self.best
+
+    @property
+    def best(self) -> int:
+        """As far as is known."""
+        return min(self._rates, key=lambda width: self._rates[width], default=self._cores)
+
+    def note(self, width: int, seconds: float) -> None:
+        self._num_done += 1
+        self._tried[width] = self._tried.get(width, 0) + 1
+        if self._tried[width] > 1:  # the first one pays for its threads
+            known = self._rates.get(width, seconds)
+            self._rates[width] = known + RATE_SMOOTHING * (seconds - known)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,13 +83,15 @@ class _Member:
     home: int | None = None
     served_s: float = 0.0
     running: bool = False
+    width: _Width
 
 
 class StageDevice:
     """Runs the work of sessions, each session's in the order given and never two at once.
 
-    On the CPU there is a lane for each core. A lone session gets all cores, always in the first lane: a thread that has
-    once computed on all cores keeps its OpenMP team (`gpu_runtime.apart`), so there is one such thread and no more.
+    On the CPU there is a lane for each core. A lone session gets all cores where that is faster (`_Width`), always in
+    the first lane: a thread that has once computed on all cores keeps its OpenMP team (`gpu_runtime.apart`), so there
+    is one such thread and no more.
     With several sessions every lane computes on one core and takes work of the session that is furthest behind, as part
     of its own round: so they finish together. Of those equally far, the least served goes first. On CUDA a
     session stays in one of a few streams, so that its tensors never pass between streams.
@@ -87,7 +125,10 @@ class StageDevice:
         with self._changed:
             if key in self._members:
                 raise ValueError(f"session {key!r} is there already")
-            member = _Member(served_s=min((each.served_s for each in self._members.values()), default=0.0))
+            member = _Member(
+                served_s=min((each.served_s for each in self._members.values()), default=0.0),
+                width=_Width(self._cores if self._wide else 1),
+            )
             if self._sticky:
                 taken = [each.home for each in self._members.values()]
                 member.home = min(range(len(self._lanes)), key=taken.count)
@@ -99,8 +140,12 @@ class StageDevice:
         """A session ends once what it has posted is done; harmless if it has ended."""
         self.post(key, lambda: None, last=True)
 
-    def post(self, key: object, work: Callable[[], T], *, progress: float = 0.0, last: bool = False) -> Future[Done[T]]:
+    def post(
+        self, key: object, work: Callable[[], T], *, progress: float = 0.0, steady: bool = False, last: bool = False
+    ) -> Future[Done[T]]:
         """Queue `work` of a session `key` that has come to `progress` (0..1); the future holds what became of it.
+
+        Work that is `steady` is much like the session's other such work.
 
         A session that is not there, or a device that is closed, gives a future that holds a SplitError.
         """
@@ -110,19 +155,19 @@ class StageDevice:
             if member is None or self._closed:
                 future.set_exception(SplitError(self._closed or "the session has ended"))
                 return future
-            member.jobs.append(_Job(work=work, future=future, progress=progress))
+            member.jobs.append(_Job(work=work, future=future, progress=progress, steady=steady))
             if last:
                 future.add_done_callback(lambda _: self._forget(key))
             self._changed.notify_all()
         return future
 
-    def run(self, key: object, work: Callable[[], T], *, progress: float = 0.0) -> Done[T]:
+    def run(self, key: object, work: Callable[[], T], *, progress: float = 0.0, steady: bool = False) -> Done[T]:
         """What `work` of session `key` returns or raises, once its turn has come and gone.
 
         Raises:
             SplitError: the session has ended, or the device is closed.
         """
-        return self.post(key, work, progress=progress).result()
+        return self.post(key, work, progress=progress, steady=steady).result()
 
     def close(self) -> None:
         """Wait for what runs, drop what waits, end the lanes."""
@@ -149,51 +194,53 @@ class StageDevice:
             return
         try:
             while (taken := self._take(index)) is not None:
-                member, work, future, width = taken
-                self._do(index, lane, member, work, future, width)
-                del taken, member, work, future  # a lane that waits must not keep a session's tensors
+                member, job, width = taken
+                self._do(index, lane, member, job, width)
+                del taken, member, job  # a lane that waits must not keep a session's tensors
                 if lane.lost:
                     self._shut(f"lane {lane.name} of the split service was lost: {lane.lost}")
                     return
         finally:
             lane.close()
 
-    def _do(
-        self, index: int, lane: Lane, member: _Member, work: Callable[[], Any], future: Future[Any], width: int
-    ) -> None:
+    def _do(self, index: int, lane: Lane, member: _Member, job: _Job, width: int) -> None:
         results: list[Any] = []
         error: BaseException | None = None
         started_s = time.perf_counter()
         try:
-            lane.run(lane.name, lambda: results.append(work()), width)
+            lane.run(lane.name, lambda: results.append(job.work()), width)
         except BaseException as failure:  # it must reach the caller, whatever it is
             error = failure
         seconds = time.perf_counter() - started_s
         with self._changed:
             member.running, self._widths[index] = False, 0
             member.served_s += seconds * width
+            if job.steady:
+                member.width.note(width, seconds)
             self._changed.notify_all()
         if error is not None:
-            future.set_exception(error)
+            job.future.set_exception(error)
         else:
-            future.set_result(Done(result=results[0], seconds=seconds))
+            job.future.set_result(Done(result=results[0], seconds=seconds))
 
-    def _take(self, index: int) -> tuple[_Member, Callable[[], Any], Future[Any], int] | None:
+    def _take(self, index: int) -> tuple[_Member, _Job, int] | None:
         with self._changed:
             while not self._closed:
-                lone = len(self._members) == 1
-                width = self._cores if lone and self._wide else 1
                 ready = [
                     each
                     for each in self._members.values()
                     if each.jobs and not each.running and each.home in (None, index)
                 ]
-                fits = self._sticky or sum(self._widths) + width <= self._cores
-                if ready and fits and (index == 0 or width == 1):
+                if ready:
                     member = min(ready, key=lambda each: (each.jobs[0].progress, each.served_s))
-                    job = member.jobs.popleft()
-                    member.running, self._widths[index] = True, width
-                    return member, job.work, job.future, width
+                    job = member.jobs[0]
+                    lone = len(self._members) == 1
+                    width = (member.width.next() if job.steady else member.width.best) if lone else 1
+                    fits = self._sticky or sum(self._widths) + width <= self._cores
+                    if fits and (index == 0 or width == 1):
+                        member.jobs.popleft()
+                        member.running, self._widths[index] = True, width
+                        return member, job, width
                 self._changed.wait()
             return None
 

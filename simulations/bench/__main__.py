@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gpu_runtime.signals import termination_interrupts
 
-BENCHMARKS = {"competitive": "simulations.bench.competitive"}
+BENCHMARKS = {"competitive": "simulations.bench.competitive", "pipeline": "simulations.bench.pipeline"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

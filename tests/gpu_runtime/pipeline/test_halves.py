@@ -83,5 +83,5 @@ def test_micro_batches_are_even_and_lose_nothing(batch: int, count: int) -> None
 def test_nothing_cannot_be_cut() -> None:
     assert micro_batch_sizes(7, 3) == (3, 2, 2)
     for batch, count in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="cannot be cut into"):
+        with pytest.raises(ValueError, match="cannot cut a batch of"):
             micro_batch_sizes(batch, count)

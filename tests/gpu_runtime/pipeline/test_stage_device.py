@@ -12,7 +12,7 @@ import torch
 
 from gpu_runtime.device import Device
 from gpu_runtime.pipeline.session import SplitError
-from gpu_runtime.pipeline.stage_device import StageDevice
+from gpu_runtime.pipeline.stage_device import RETRY_WIDTH_EVERY, StageDevice, _Width
 
 
 def device_of(cores: int, *, deterministic: bool = False) -> StageDevice:
@@ -130,6 +130,29 @@ def test_the_session_furthest_behind_goes_first_whoever_was_served_less() -> Non
         future.result()
     device.close()
     assert order == ["a", "b", "a", "b"]
+
+
+def test_a_lone_session_takes_the_width_that_is_faster() -> None:
+    width = _Width(4)
+    seen = []
+    for _ in range(2 * RETRY_WIDTH_EVERY + 1):
+        seen.append(width.next())
+        width.note(seen[-1], 10.0 if seen[-1] == 4 else 1.0)  # a neighbour is in the way of one of the threads
+    assert seen[:6] == [4, 4, 4, 1, 1, 1]
+    assert set(seen[6:RETRY_WIDTH_EVERY]) == {1}
+    assert seen[RETRY_WIDTH_EVERY] == 4
+    assert width.best == 1
+    for _ in range(6 * RETRY_WIDTH_EVERY):
+        chosen = width.next()
+        width.note(chosen, 0.1 if chosen == 4 else 1.0)  # it has gone
+    assert width.best == 4
+
+
+def test_one_core_leaves_no_choice() -> None:
+    width = _Width(1)
+    for _ in range(RETRY_WIDTH_EVERY + 5):
+        assert width.next() == 1
+        width.note(1, 1.0)
 
 
 def test_newcomers_have_no_claim_on_the_past() -> None:

@@ -137,7 +137,7 @@ class Masking(nn.Module):
     [
         (Counting(), "blocks.1.passes"),
         (nn.InstanceNorm2d(1, track_running_stats=True), "blocks.1.running_mean"),
-        (nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 2, 2)), "blocks.1.parametrizations.weight.0._u"),
+        (nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 16, 3)), "blocks.1.parametrizations.weight.0._u"),
         (Masking(), ""),
         (nn.BatchNorm2d(1), "blocks.1.running_mean"),
         (nn.Dropout(), ""),

@@ -1,0 +1,1 @@
+"""Parts of the benchmark `pipeline`: what its steps cost, who is compared, real and virtual time, results."""
