@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gpu_runtime.contracts import HeldTask, Partition, TaskCost, array_key, one_line, split_key
+from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.runtime import EmbeddedRuntime, EvaluationError
 from gpu_runtime.settings import SharingSettings
 from tasks.base import Task
@@ -90,8 +91,8 @@ class Evaluator:
         """First weights of all tasks: each task's own seed, so that adding a task changes no other."""
         arrays: Arrays = {}
         for name, task in self.tasks.items():
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1)
+            own_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+            with seeded_draws(own_seed, torch.device("cpu")):
                 state = task.build_model().state_dict()
             arrays.update({array_key(name, key): value.numpy() for key, value in state.items()})
         return arrays

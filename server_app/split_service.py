@@ -14,6 +14,7 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gpu_runtime.contracts import SplitAccess, TaskCost, one_line, split_key
 from gpu_runtime.device import discover
@@ -22,6 +23,7 @@ from gpu_runtime.pipeline.server_stage import ServerStages
 from gpu_runtime.pipeline.service import ServiceSettings, SplitServer
 from gpu_runtime.pipeline.session import SessionKey, SplitError
 from gpu_runtime.pipeline.stage_device import StageDevice
+from gpu_runtime.randomness import seeded_draws
 from gpu_runtime.workload import Workload
 from server_app.edge_stages import EdgeStages
 from server_app.evaluation import Evaluator
@@ -199,7 +201,8 @@ def block_names(tasks: Mapping[str, Task]) -> dict[str, tuple[str, ...]]:
     """Names of the blocks of each task's model, in order; none where it has no blocks."""
     found = {}
     for name, task in tasks.items():
-        blocks = getattr(task.build_model(), "blocks", None)
+        with seeded_draws(0, torch.device("cpu")):
+            blocks = getattr(task.build_model(), "blocks", None)
         found[name] = tuple(child for child, _ in blocks.named_children()) if blocks is not None else ()
     return found
 

@@ -109,10 +109,11 @@ def check_model(task: Task) -> None:
     """
     import torch
 
+    from gpu_runtime.randomness import seeded_draws
     from tasks.base import BlockModel
 
     try:
-        with torch.random.fork_rng(devices=[]):
+        with seeded_draws(0, torch.device("cpu")):
             model = task.build_model()
     except Exception as error:
         raise TaskError(f"task {task.name!r}: build_model raised {type(error).__name__}: {_one_line(error)}") from error
