@@ -28,7 +28,7 @@ FORBIDDEN = {
 }
 # Modules that only some parts of a room may see.
 ONLY = {
-    "tasks": {"gpu_runtime.contracts", "gpu_runtime.settings"},
+    "tasks": {"gpu_runtime.contracts", "gpu_runtime.settings", "gpu_runtime.randomness"},
     "strategies": {
         "gpu_runtime.contracts",
         "gpu_runtime.allocator",
