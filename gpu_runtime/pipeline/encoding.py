@@ -1,4 +1,4 @@
-"""Activations and gradients as bytes: fp32 (as they are), fp16, int8 with scales and stochastic rounding.
+"""Activations and gradients as bytes: fp32 (as they are), fp16 with a scale, int8 with scales, stochastically rounded.
 
 Nothing that is not finite gets on or off the wire; sizes are checked before anything is allocated.
 """
@@ -17,6 +17,12 @@ RAW, FP16, INT8 = "raw", "fp16", "int8"
 MAX_TENSOR_BYTES = 1 << 30
 MAX_DIMENSIONS = 8
 _LEVELS = 127
+_MAX_HALF = torch.finfo(torch.float16).max
+# Tensors whose largest value lies between these go into fp16 as they are.
+_LEAST_UNSCALED = 1.0
+# Others are brought to below this power of two; beyond +-126 the scale would be no normal float32.
+_HALF_EXPONENT = 15
+_MAX_EXPONENT = 126
 _SCALE_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -40,9 +46,9 @@ class EncodingError(ValueError):
 class EncodedTensor:
     """A tensor on the wire. `dtype` and `shape` are those of the tensor, `encoding` is how `data` holds it.
 
-    `raw` is the tensor's own bytes, `fp16` its values in half precision, `int8` whole numbers in -127..127 to be
-    multiplied by their channel's scale; all in C order and in the byte order of little-endian machines. `scales` are
-    float32, one a channel (`num_channels`); empty but for int8.
+    `raw` is the tensor's own bytes, `fp16` half-precision values to be multiplied by the tensor's scale, `int8` whole
+    numbers in -127..127 to be multiplied by their channel's; all in C order and in the byte order of little-endian
+    machines. `scales` are float32: of fp16 one, a power of two, of int8 one a channel (`num_channels`).
     """
 
     encoding: str
@@ -69,10 +75,12 @@ def encode(tensor: torch.Tensor, encoding: str, generator: torch.Generator | Non
 
     Whole numbers are never encoded but as they are; "fp32" leaves every tensor as it is (float64 stays float64). int8
     is unbiased: each value is rounded up with the probability of its fraction, so that |x - decoded| <= scale (plus
-    the rounding of a 16-bit `dtype`). Without a `generator` it is rounded to nearest.
+    the rounding of a 16-bit `dtype`). Without a `generator` it is rounded to nearest. fp16 keeps 11 bits of values
+    down to 2**-14 of the tensor's largest one; smaller ones are off by up to 2**-25 of that.
 
     Raises:
-        EncodingError: a value that is not finite or, for fp16, beyond 65504; an unknown encoding or dtype.
+        EncodingError: a value that is not finite or, for fp16 and int8, far beyond float32; an unknown encoding or
+            dtype.
     """
     tensor = tensor.detach()
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -83,11 +91,10 @@ def encode(tensor: torch.Tensor, encoding: str, generator: torch.Generator | Non
         _refuse_non_finite(tensor, "")
         return EncodedTensor(encoding=RAW, dtype=dtype, shape=shape, data=_bytes_of(tensor))
     if encoding == FP16:
-        half = tensor.to(torch.float16)
-        if not _all_finite(half):
-            _refuse_non_finite(tensor, "")
-            _refuse_non_finite(half, " in fp16")
-        return EncodedTensor(encoding=FP16, dtype=dtype, shape=shape, data=_bytes_of(half))
+        half, scales = _halved(tensor)
+        return EncodedTensor(
+            encoding=FP16, dtype=dtype, shape=shape, data=_bytes_of(half), scales=bytes(_bytes_of(scales))
+        )
     if encoding == INT8:
         numbers, scales = _quantise(tensor, generator)
         return EncodedTensor(
@@ -127,7 +134,8 @@ def expected_bytes(encoding: str, dtype: str, shape: tuple[int, ...]) -> tuple[i
         raise EncodingError(f"a tensor of shape {shape} and type {dtype} is beyond {MAX_TENSOR_BYTES} bytes")
     count = 0 if 0 in shape else extent
     item_bytes = {RAW: DTYPES[dtype].itemsize, FP16: 2, INT8: 1}[encoding]
-    return count * item_bytes, num_channels(shape) * _SCALE_BYTES if encoding == INT8 and count else 0
+    num_scales = {RAW: 0, FP16: 1, INT8: num_channels(shape)}[encoding] if count else 0
+    return count * item_bytes, num_scales * _SCALE_BYTES
 
 
 def decode(encoded: EncodedTensor) -> torch.Tensor:
@@ -144,17 +152,43 @@ def decode(encoded: EncodedTensor) -> torch.Tensor:
         if encoded.dtype == "bool":
             return _read(encoded.data, torch.uint8, encoded.shape) != 0
         tensor = _read(encoded.data, dtype, encoded.shape)
-    elif encoded.encoding == FP16:
-        tensor = _read(encoded.data, torch.float16, encoded.shape).to(dtype)
     else:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scales = _read(encoded.scales, torch.float32, (num_channels(encoded.shape),))
-        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-            raise EncodingError("a scale is negative or not finite")
-        numbers = _read(encoded.data, torch.int8, encoded.shape)
-        tensor = (numbers.to(wide) * _along_channels(scales, numbers.dim())).to(dtype)
+        tensor = _scaled(encoded, dtype)
     _refuse_non_finite(tensor, "")
     return tensor
+
+
+def _scaled(encoded: EncodedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values times scales, of fp16 and int8."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    is_half = encoded.encoding == FP16
+    scales = _read(encoded.scales, torch.float32, (1 if is_half else num_channels(encoded.shape),))
+    if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+        raise EncodingError("a scale is negative or not finite")
+    numbers = _read(encoded.data, torch.float16 if is_half else torch.int8, encoded.shape)
+    if is_half:
+        scale = scales.item()
+        return numbers.to(dtype) if scale == 1.0 else numbers.to(wide).mul_(scale).to(dtype)
+    return (numbers.to(wide) * _along_channels(scales, numbers.dim())).to(dtype)
+
+
+def _halved(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half-precision values and their one scale, so that small gradients do not become zero."""
+    if not tensor.numel():
+        return tensor.to(torch.float16), torch.empty(0)
+    low, high = torch.aminmax(tensor)
+    largest = max(-low.item(), high.item())
+    if not math.isfinite(largest):
+        _refuse_non_finite(tensor, "")
+    exponent = 0
+    if not _LEAST_UNSCALED <= largest <= _MAX_HALF and largest > 0:
+        exponent = max(-_MAX_EXPONENT, min(_MAX_EXPONENT, _HALF_EXPONENT - math.frexp(largest)[1]))
+        wide = tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+        tensor = wide * 2.0**exponent
+    half = tensor.to(torch.float16)
+    if largest * 2.0**exponent > _MAX_HALF:
+        _refuse_non_finite(half, " in fp16")
+    return half, torch.tensor([2.0**-exponent])
 
 
 def _quantise(tensor: torch.Tensor, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,9 +77,30 @@ def test_fp16_is_rounding_to_half(name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=generator()).to(DTYPES[name])
     encoded = encode(tensor, "fp16")
     assert len(encoded.data) == 2 * tensor.numel()
+    assert len(encoded.scales) == (4 if tensor.numel() and name != "float16" else 0)
     back = decode(encoded)
     assert back.dtype == tensor.dtype
     assert torch.equal(back, tensor.to(torch.float16).to(tensor.dtype))
+
+
+@given(exponent=st.integers(-37, 37), seed=st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_fp16_keeps_eleven_bits_of_tensors_of_any_magnitude(exponent: int, seed: int) -> None:
+    """Also of values that are far below the largest one: gradients are small, and spread widely."""
+    tensor = torch.randn(400, generator=generator(seed)) * 10.0**exponent
+    tensor[1::2] = tensor[1::2].sign() * tensor.abs().max() * 2.0**-13
+    encoded = encode(tensor, "fp16")
+    torch.testing.assert_close(decode(encoded), tensor, rtol=2.0**-11, atol=0)
+    (scale,) = scales_of(encoded).tolist()
+    assert math.log2(scale).is_integer()
+
+
+def test_fp16_loses_only_what_is_nothing_beside_the_largest() -> None:
+    back = decode(encode(torch.tensor([1e-17, 1e-3, 0.0, -1e-3]), "fp16"))
+    torch.testing.assert_close(back, torch.tensor([0.0, 1e-3, 0.0, -1e-3]), rtol=2.0**-11, atol=0)
+    back = decode(encode(torch.tensor([1e-8, 1.0]), "fp16"))
+    torch.testing.assert_close(back, torch.tensor([1e-8, 1.0]), rtol=0, atol=2.0**-25)
+    assert torch.equal(decode(encode(torch.zeros(3), "fp16")), torch.zeros(3))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -157,7 +178,7 @@ def test_what_is_not_finite_is_named(encoding: str, value: float, shape: tuple[i
 
 def test_what_half_precision_cannot_hold_is_named() -> None:
     with pytest.raises(EncodingError, match="1 of 2 values are not finite in fp16"):
-        encode(torch.tensor([65504.0, 65536.0]), "fp16")
+        encode(torch.tensor([1.0, 1e50], dtype=torch.float64), "fp16")
     with pytest.raises(EncodingError, match="beyond float32"):
         encode(torch.tensor([1e300], dtype=torch.float64), "int8")
 
