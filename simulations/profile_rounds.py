@@ -244,9 +244,7 @@ def summary_of(
         "makespan_over_bound": fmean(one.record.makespan_s / one.optimum.bound_s for one in settled if one.optimum)
         if settled
         else None,
-        "idle_over_optimum": fmean(
-            one.busy_idle_fraction - one.optimum.idle_fraction for one in settled if one.optimum
-        )
+        "idle_over_optimum": fmean(one.busy_idle_fraction - one.optimum.idle_fraction for one in settled if one.optimum)
         if settled
         else None,
     }

@@ -1,6 +1,7 @@
 """Profile-only rounds and the bound by true costs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,11 @@ def test_lost_replies_are_not_counted_as_idle() -> None:
     assert all(played.busy_idle_fraction == 0.0 for played in one_lost)
 
 
-def test_a_task_without_recorded_cost_is_named() -> None:
-    with pytest.raises(FleetError, match="fashion-mnist"):
-        ProfileGame(load_fleet("garage"), ("fashion-mnist",), StrategyOptions())
+def test_a_task_without_recorded_cost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = replace(load_costs("cpu-2-cores"), tasks={})
+    monkeypatch.setattr("simulations.profile_rounds.load_costs", lambda name: nothing)
+    with pytest.raises(FleetError, match="no task 'digits'"):
+        ProfileGame(load_fleet("garage"), REFS, StrategyOptions())
 
 
 def test_summary_has_the_fields_of_a_runs() -> None:
