@@ -1,4 +1,4 @@
-"""The synchronisation benchmark: shape, headline and faults. What it measures is tested with the profile-only rounds."""
+"""The synchronisation benchmark: shape, headline and faults."""
 
 import argparse
 
