@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
@@ -136,10 +136,10 @@ class InProcessGrid(Grid):
 
     def _answer(self, message: Message) -> Message | None:
         node = message.metadata.dst_node_id
-        config = message.content.config_records.get("config", {})
+        config = message.content.config_records.get("config", ConfigRecord())
         failure = None
         if message.metadata.message_type.startswith("train"):
-            failure = self._failures.get((int(config.get("server-round", 0)), node))
+            failure = self._failures.get((int(str(config.get("server-round", 0))), node))
         if failure == "silent":
             return None
         if node in self._gone or failure == "unavailable":
