@@ -15,6 +15,7 @@ from typing import Any
 
 from gpu_runtime.contracts import Emulation, Holding, Partition
 from gpu_runtime.settings import keys_of, nearest, parse, setting
+from simulations.devices import device_classes, with_device
 from simulations.links import LinkFileError, load_link
 from simulations.task_costs import CostsError, load_costs
 
@@ -242,8 +243,13 @@ def parse_fleet(name: str, text: str) -> Fleet:
 
 def _parse_class(position: int, table: dict[str, Any], faults: list[str]) -> ClientClass:
     own: list[str] = []
+    try:
+        table = with_device(table)
+    except KeyError:
+        device, known = str(table.pop("device")), list(device_classes())
+        own.append(f"no device {device!r}{nearest(device, known)}; there are: {', '.join(known)}")
     skips = table.pop("skip-tasks", [])
-    own += _unknown(table, ClientClass, extra=("skip-tasks",))
+    own += _unknown(table, ClientClass, extra=("skip-tasks", "device"))
     kind: ClientClass = parse(table, [ClientClass], own)[0]
     if kind.link:
         own += _link_faults(kind, table)

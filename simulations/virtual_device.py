@@ -38,6 +38,11 @@ class VirtualDevice:
             task: cost.scaled(1 / client.kind.speed) for task, cost in recorded.tasks.items()
         }
 
+    @property
+    def client(self) -> FleetClient:
+        """Whose device it is."""
+        return self._client
+
     def knows_all_costs(self) -> bool:
         """Whether the cost of every task of the client is on record."""
         return all(holding.ref in self._costs for holding in self._client.holdings)

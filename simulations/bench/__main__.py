@@ -15,7 +15,11 @@ from pathlib import Path
 
 from gpu_runtime.signals import termination_interrupts
 
-BENCHMARKS = {"competitive": "simulations.bench.competitive", "pipeline": "simulations.bench.pipeline"}
+BENCHMARKS = {
+    "competitive": "simulations.bench.competitive",
+    "pipeline": "simulations.bench.pipeline",
+    "synchronisation": "simulations.bench.synchronisation",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
