@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 # Whole orders, of which the sampled mechanism has a closed form; dense where typical guarantees have their optimum.
-ORDERS = (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16))
+ORDERS: tuple[int, ...] = (*range(2, 65), *range(68, 257, 4), *range(272, 1025, 16))
+# Where a guarantee is weak its optimum lies below 2; only the mechanism without sampling is as simple there.
+LOW_ORDERS = tuple(1.0 + k / 50.0 for k in range(1, 50))
 
 
-def gaussian_rdp(order: int, noise_multiplier: float, sampling_rate: float = 1.0) -> float:
+def gaussian_rdp(order: float, noise_multiplier: float, sampling_rate: float = 1.0) -> float:
     """Renyi divergence of `order` that one round costs.
 
     Without sampling order / (2 z^2) (Mironov, CSF 2017, prop. 7). Where each client takes part by its own coin of
@@ -20,15 +22,16 @@ def gaussian_rdp(order: int, noise_multiplier: float, sampling_rate: float = 1.0
     """
     if sampling_rate == 1.0:
         return order / (2.0 * noise_multiplier**2)
+    whole = int(order)
     terms = [
-        math.log(math.comb(order, k))
-        + (order - k) * math.log1p(-sampling_rate)
+        math.log(math.comb(whole, k))
+        + (whole - k) * math.log1p(-sampling_rate)
         + k * math.log(sampling_rate)
         + (k * k - k) / (2.0 * noise_multiplier**2)
-        for k in range(order + 1)
+        for k in range(whole + 1)
     ]
     largest = max(terms)
-    return (largest + math.log(math.fsum(math.exp(term - largest) for term in terms))) / (order - 1)
+    return (largest + math.log(math.fsum(math.exp(term - largest) for term in terms))) / (whole - 1)
 
 
 def epsilon_of(num_rounds: int, noise_multiplier: float, delta: float, sampling_rate: float = 1.0) -> float:
@@ -38,11 +41,12 @@ def epsilon_of(num_rounds: int, noise_multiplier: float, delta: float, sampling_
     """
     if num_rounds == 0 or sampling_rate == 0.0:
         return 0.0
+    orders = (*LOW_ORDERS, *ORDERS) if sampling_rate == 1.0 else ORDERS
     found = (
         num_rounds * gaussian_rdp(order, noise_multiplier, sampling_rate)
         + math.log1p(-1.0 / order)
         - (math.log(delta) + math.log(order)) / (order - 1)
-        for order in ORDERS
+        for order in orders
     )
     return max(0.0, min(found))
 

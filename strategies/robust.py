@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies.aggregation import is_parameter
 from strategies.moves import Floats, Moves, shaped, squares
+from strategies.options import StrategyOptions
 from strategies.replies import NDArray, Update
-from strategies.task_aggregators import TaskAggregator
+from strategies.task_aggregators import NormalisedAverage, TaskAggregator
 
 Stack = npt.NDArray[np.inexact]
 MAX_STEPS = 100
@@ -54,7 +56,8 @@ class TrimmedMean(RobustAggregator):
         self._fraction = fraction
 
     def join(self, moves: Moves) -> dict[str, NDArray]:
-        cut = int(self._fraction * len(moves))
+        # Rounded up, as the check for odd updates is off: 0.2 of three clients must not cut nobody.
+        cut = min(math.ceil(self._fraction * len(moves) - 1e-9), (len(moves) - 1) // 2)
         return {key: moves.moved(key, _trimmed(moves.of(key), cut)) for key in moves.keys}
 
 
@@ -117,3 +120,16 @@ def _trimmed(stack: Stack, cut: int) -> Stack:
         return np.asarray(_trimmed(stack.real, cut) + 1j * _trimmed(stack.imag, cut))
     ordered = np.sort(stack, axis=0)
     return np.asarray(ordered[cut : len(stack) - cut].mean(axis=0))
+
+
+def aggregator_of(options: StrategyOptions) -> TaskAggregator:
+    """A new aggregator of one task, as `strategy.aggregator` says."""
+    weighting = options.weighting
+    makers: Mapping[str, Callable[[], TaskAggregator]] = {
+        "normalised": lambda: NormalisedAverage(weighting),
+        "coordinate-median": lambda: CoordinateMedian(weighting),
+        "trimmed-mean": lambda: TrimmedMean(weighting, options.trim_fraction),
+        "geometric-median": lambda: GeometricMedian(weighting),
+        "norm-clipping": lambda: NormClipping(weighting, options.norm_bound),
+    }
+    return makers[options.aggregator]()

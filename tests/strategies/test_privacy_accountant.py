@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_more_rounds_cost_more_and_more_noise_and_rarer_sampling_cost_less() -> 
     rates = [epsilon_of(10, 1.0, 1e-5, rate) for rate in (0.0, 0.01, 0.1, 0.5, 0.999, 1.0)]
     assert rounds[0] == 0.0
     for values in (rounds, noise, rates):
-        assert all(low < high for low, high in zip(values, values[1:], strict=False)), values
+        assert all(low < high for low, high in itertools.pairwise(values)), values
 
 
 def test_the_guarantee_is_that_of_the_client_used_most_and_once_a_round() -> None:
