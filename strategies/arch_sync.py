@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from strategies.aggregation import normalised_average
+from strategies.aggregation import TaskModel
 from strategies.base import MultiTaskStrategy
 from strategies.load_assignment import ASSIGNERS, LinearProgramAssigner, LoadAssigner
 from strategies.options import StrategyOptions
 from strategies.replies import NDArray, Update
+from strategies.robust import aggregator_of
 
 
 class ArchSync(MultiTaskStrategy):
@@ -22,6 +23,13 @@ class ArchSync(MultiTaskStrategy):
     def __init__(self, options: StrategyOptions, tasks: Sequence[str]) -> None:
         super().__init__(options, tasks)
         self._assigner = LinearProgramAssigner() if options.loads == "auto" else ASSIGNERS[options.loads]()
+        self._aggregators = {task: aggregator_of(options) for task in self.tasks}
+        self.compared = frozenset(task for task, how in self._aggregators.items() if how.compares_updates)
+
+    def use_models(self, models: Mapping[str, TaskModel]) -> None:
+        super().use_models(models)
+        for task, model in models.items():
+            self._aggregators[task].model = model
 
     @property
     def assigner(self) -> LoadAssigner:
@@ -30,4 +38,4 @@ class ArchSync(MultiTaskStrategy):
     def aggregate_task(
         self, server_round: int, task: str, updates: Sequence[Update], current: Mapping[str, NDArray]
     ) -> Mapping[str, NDArray]:
-        return normalised_average(updates, current, self.options.weighting)
+        return self._aggregators[task].aggregate(server_round, updates, current)

@@ -27,7 +27,7 @@ from gpu_runtime.contracts import (
 )
 from gpu_runtime.pipeline.planner import Choice
 from strategies import replies as checks
-from strategies.aggregation import mean_loss
+from strategies.aggregation import TaskModel, mean_loss
 from strategies.dispatch import SentRound, Transfer, clocks_s, content_of, plan_of, transfer
 from strategies.evaluation import average_metrics
 from strategies.inventory import query_profiles
@@ -39,18 +39,23 @@ from strategies.records import ClientRecord, ClientTaskRecord, RoundRecord, idle
 from strategies.replies import CheckedReply, NDArray, Update
 from strategies.split_plan import SplitPlanner, SplitService
 from strategies.split_settings import SplitSettings
+from strategies.task_kept import TaskKeptError
 
-__all__ = ["ClientRecord", "ClientTaskRecord", "MultiTaskStrategy", "RoundRecord", "StrategyError", "StrategyOptions"]
+__all__ = [
+    "ClientRecord",
+    "ClientTaskRecord",
+    "MultiTaskStrategy",
+    "RoundRecord",
+    "StrategyError",
+    "StrategyOptions",
+    "TaskKeptError",
+]
 
 log = logging.getLogger("paceline.strategies")
 
 
 # How many clients' own words go into the cause of a run that cannot start.
 MAX_REASONS = 3
-
-
-class TaskKeptError(Exception):
-    """A task's updates cannot be aggregated this round: its weights stay, and the record gives this text."""
 
 
 class MultiTaskStrategy(Strategy):
@@ -66,6 +71,8 @@ class MultiTaskStrategy(Strategy):
     Attributes:
         book: what is known of the clients.
         needs_loss: whether updates without a training loss are refused.
+        models: what the server knows of the tasks' models, by task name; see `use_models`.
+        compared: tasks whose aggregation copes with odd updates itself, and so gets to see them.
         evaluation_notes: what of the clients' evaluation asked for last was not used, a line each.
     """
 
@@ -73,6 +80,8 @@ class MultiTaskStrategy(Strategy):
         self.options = options
         self.tasks = tuple(tasks)
         self.needs_loss = False
+        self.models: Mapping[str, TaskModel] = {}
+        self.compared: frozenset[str] = frozenset()
         self.evaluation_notes: tuple[str, ...] = ()
         self.book = ProfileBook(sharing_mode=options.sharing_mode)
         self._node_of: dict[str, int] = {}
@@ -83,6 +92,14 @@ class MultiTaskStrategy(Strategy):
     def use_split(self, service: SplitService, settings: SplitSettings) -> None:
         """Split tasks over this service from the next round on."""
         self._split = SplitPlanner(service, settings)
+
+    def use_models(self, models: Mapping[str, TaskModel]) -> None:
+        """Take in what the server knows of the tasks' models, by task name, before round 1.
+
+        Raises:
+            StrategyError: a model that the strategy cannot aggregate as asked.
+        """
+        self.models = dict(models)
 
     @property
     def split_access(self) -> SplitAccess | None:
@@ -405,7 +422,7 @@ class MultiTaskStrategy(Strategy):
                 stages=self._split.service.stages if self._split is not None else None,
             )
             checked.append(result)
-        return without_outliers(checked, current.arrays), strays
+        return without_outliers(checked, current.arrays, self.compared), strays
 
     def _clock(self, clients: Iterable[str]) -> str:
         """The clock of most of these clients' profiles, so that no single one decides; measured among equals."""

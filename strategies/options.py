@@ -14,6 +14,7 @@ from gpu_runtime.settings import describe_range, setting
 
 LOADS = ("auto", "proportional", "equal")
 WEIGHTINGS = ("used", "held")
+AGGREGATORS = ("normalised", "coordinate-median", "trimmed-mean", "geometric-median", "norm-clipping")
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 BELOW_ONE = 0.999999
 
@@ -59,6 +60,12 @@ class StrategyOptions:
     weighting: str = setting(
         "strategy.weighting", "used", "weigh clients by examples used this round, or held", choices=WEIGHTINGS
     )
+    aggregator: str = setting(
+        "strategy.aggregator", "normalised", "arch-sync: how a task's updates are joined", choices=AGGREGATORS
+    )
+    norm_bound: float = setting(
+        "strategy.norm-bound", 0.0, "norm-clipping: longest move; 0: the median of the clients'", minimum=0.0
+    )
     client_evaluation: bool = setting("strategy.client-evaluation", False, "clients evaluate too, every round")
     proximal_mu: float = setting("strategy.proximal-mu", 0.1, "fedprox: pull to the round's start weights", minimum=0.0)
     server_learning_rate: float = setting(
@@ -78,7 +85,7 @@ class StrategyOptions:
     )
     tau: float = setting("strategy.tau", 1e-3, "server optimisers: floor of the adaptive step", above=0.0)
     trim_fraction: float = setting(
-        "strategy.trim-fraction", 0.2, "fedtrimmedavg: cut from each tail", minimum=0.0, maximum=0.499
+        "strategy.trim-fraction", 0.2, "fedtrimmedavg, trimmed-mean: cut from each tail", minimum=0.0, maximum=0.499
     )
     num_malicious_nodes: int = setting(
         "strategy.num-malicious-nodes", 0, "krum, multikrum, bulyan: clients that may lie", minimum=0

@@ -6,7 +6,7 @@ Checks one by one (`strategies.replies`) cannot tell: this looks at all checked 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -24,8 +24,14 @@ MAX_RATIO = 1e3
 MAX_MOVE = 1e14
 
 
-def without_outliers(checked: Sequence[CheckedReply], current: Mapping[str, NDArray]) -> list[CheckedReply]:
-    """`checked` without the updates that move an array of `current` too far; records and `refused` name them."""
+def without_outliers(
+    checked: Sequence[CheckedReply], current: Mapping[str, NDArray], compared: Collection[str] = ()
+) -> list[CheckedReply]:
+    """`checked` without the updates that move an array of `current` too far; records and `refused` name them.
+
+    Tasks in `compared` have an aggregation that bounds or compares updates itself: of their parameters only moves
+    beyond `MAX_MOVE` are refused, which depends on no other client. Their statistics are looked at as everyone's.
+    """
     updates = [update for reply in checked for update in reply.updates]
     faults: dict[tuple[str, str], str] = {}
     for key, start in current.items():
@@ -34,7 +40,10 @@ def without_outliers(checked: Sequence[CheckedReply], current: Mapping[str, NDAr
         moves = {update.client: move_of(update, key, start) for update in updates if key in update.arrays}
         if not moves:
             continue
-        reference = max(1.0, _largest(start), statistics.median_low(moves.values()))
+        if is_parameter(key, start) and split_key(key)[0] in compared:
+            reference = MAX_MOVE
+        else:
+            reference = max(1.0, _largest(start), statistics.median_low(moves.values()))
         # A variance has the square of its quantity's unit, and so of a client's odd scale.
         limit = reference * (MAX_RATIO**2 if key.endswith("running_var") else MAX_RATIO)
         if is_parameter(key, start):
